@@ -1,0 +1,1 @@
+"""Anabranch: elastic, disaggregated state for PySpark Structured Streaming."""

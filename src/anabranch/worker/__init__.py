@@ -1,0 +1,1 @@
+"""The state worker: a Flight service over layered, typed state."""
