@@ -4,8 +4,9 @@ AnabranchError
  ├─ UnsupportedError    the query asks for something that Anabranch does not do; change the query
  ├─ SettingsError       a setting is unknown, ill-typed or impossible; change the setting
  ├─ CheckpointError     the checkpoint belongs to something else, is damaged, or cannot be written
- ├─ WorkerError         a state worker cannot be reached or refused a request
- │   └─ FencedError     a newer driver has taken over the job; this one must stop
+ ├─ WorkerError         a state worker refused or failed a request
+ │   ├─ FencedError     a newer driver has taken over the job; this one must stop
+ │   └─ LostWorkerError a state worker cannot be reached or does not answer
  └─ EpochError          an epoch could not be completed; the query stops and resumes from its checkpoint
 
 Every message says what happened and ends in what to do.
@@ -29,11 +30,15 @@ class CheckpointError(AnabranchError):
 
 
 class WorkerError(AnabranchError):
-    """A state worker cannot be reached or refused a request."""
+    """A state worker refused or failed a request."""
 
 
 class FencedError(WorkerError):
     """A newer driver has taken over the job; this one must stop."""
+
+
+class LostWorkerError(WorkerError):
+    """A state worker cannot be reached or does not answer."""
 
 
 class EpochError(AnabranchError):

@@ -1,0 +1,1 @@
+"""What users touch: streams, writers, queries, settings."""

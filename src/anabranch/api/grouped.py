@@ -1,0 +1,151 @@
+"""``stream.groupBy(...)``: aggregations and Spark's own StatefulProcessor, with PySpark's names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.stateful_processor import StatefulProcessor
+from pyspark.sql.types import NumericType, StructType
+
+from anabranch.core.errors import UnsupportedError
+from anabranch.operators.aggregate.build import build_aggregate
+from anabranch.operators.aggregate.functions import sql_of
+from anabranch.operators.process.build import build_process
+from anabranch.plan.pipeline import Pipeline
+from anabranch.plan.validation import check_aggregation_input
+
+if TYPE_CHECKING:
+    from anabranch.api.stream import Stream
+
+
+class GroupedStream:
+    """A stream grouped by key columns."""
+
+    def __init__(self, pipeline: Pipeline, sample: DataFrame, keys: tuple[Column, ...]) -> None:
+        self._pipeline = pipeline
+        self._sample = sample
+        self._keys = keys
+        sample.groupBy(*keys)
+
+    def count(self) -> Stream:
+        """The number of rows of each key, in a column `count`."""
+        return self.agg(F.count(F.lit(1)).alias("count"))
+
+    def sum(self, *columns: str) -> Stream:
+        return self._of_columns("sum", columns)
+
+    def avg(self, *columns: str) -> Stream:
+        return self._of_columns("avg", columns)
+
+    mean = avg
+
+    def min(self, *columns: str) -> Stream:
+        return self._of_columns("min", columns)
+
+    def max(self, *columns: str) -> Stream:
+        return self._of_columns("max", columns)
+
+    def agg(self, *aggregates: Column | dict[str, str]) -> Stream:
+        """Aggregate with Spark's own function columns, or with a dict of column name to function name."""
+        columns: list[Column] = []
+        if len(aggregates) == 1 and isinstance(aggregates[0], dict):
+            columns = [_named_function(function, name) for name, function in aggregates[0].items()]
+        else:
+            for aggregate in aggregates:
+                if not isinstance(aggregate, Column):
+                    raise UnsupportedError(f"agg takes Columns such as F.sum('x'), not a {type(aggregate).__name__}.")
+                columns.append(aggregate)
+        if not columns:
+            raise UnsupportedError("agg needs at least one aggregate, such as F.count('*').")
+        check_aggregation_input(self._pipeline)
+        texts = ", ".join(sql_of(column) for column in columns)
+        pipeline, keys = self._named(f"agg({texts})")
+        stage, sample = build_aggregate(pipeline.stages[-1], self._sample, keys, columns)
+        return self._stream(pipeline.with_stateful(stage), sample)
+
+    def transformWithState(
+        self,
+        statefulProcessor: StatefulProcessor,
+        outputStructType: StructType | str,
+        outputMode: str,
+        timeMode: str,
+        initialState: Any = None,
+        eventTimeColumnName: str = "",
+    ) -> Stream:
+        """Run Spark's own StatefulProcessor on rows, with its state in the state workers."""
+        return self._process(
+            "transformWithState", statefulProcessor, outputStructType, outputMode, timeMode, initialState,
+            eventTimeColumnName, pandas=False,
+        )  # fmt: skip
+
+    def transformWithStateInPandas(
+        self,
+        statefulProcessor: StatefulProcessor,
+        outputStructType: StructType | str,
+        outputMode: str,
+        timeMode: str,
+        initialState: Any = None,
+        eventTimeColumnName: str = "",
+    ) -> Stream:
+        """Run Spark's own StatefulProcessor on pandas DataFrames, with its state in the state workers."""
+        return self._process(
+            "transformWithStateInPandas", statefulProcessor, outputStructType, outputMode, timeMode, initialState,
+            eventTimeColumnName, pandas=True,
+        )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in ("applyInPandas", "applyInArrow", "applyInPandasWithState", "cogroup", "pivot", "apply"):
+            raise UnsupportedError(f"{name} is not supported on a stream. Use transformWithState.")
+        raise AttributeError(f"A grouped stream has no method {name!r}.")
+
+    def _process(
+        self,
+        method: str,
+        processor: StatefulProcessor,
+        output: StructType | str,
+        output_mode: str,
+        time_mode: str,
+        initial_state: Any,
+        event_time_column: str,
+        *,
+        pandas: bool,
+    ) -> Stream:
+        pipeline, keys = self._named(f"{method}({type(processor).__name__})")
+        stage, sample = build_process(
+            pipeline.stages[-1], self._sample, keys, processor, output,
+            output_mode=output_mode, time_mode=time_mode, initial_state=initial_state,
+            event_time_column=event_time_column, pandas=pandas,
+        )  # fmt: skip
+        return self._stream(pipeline.with_stateful(stage), sample)
+
+    def _of_columns(self, function: str, columns: tuple[str, ...]) -> Stream:
+        if not columns:
+            grouped = set(self._sample.select(*self._keys).columns) if self._keys else set()
+            columns = tuple(
+                field.name
+                for field in self._sample.schema.fields
+                if isinstance(field.dataType, NumericType) and field.name not in grouped
+            )
+        return self.agg(*[_named_function(function, column) for column in columns])
+
+    def _named(self, text: str) -> tuple[Pipeline, tuple[Column, ...]]:
+        keys = ", ".join(sql_of(column) for column in self._keys)
+        return self._pipeline.with_stage(f"groupBy({keys}).{text}"), self._keys
+
+    def _stream(self, pipeline: Pipeline, sample: DataFrame) -> Stream:
+        from anabranch.api.stream import Stream
+
+        return Stream(replace(pipeline), sample)
+
+
+def _named_function(function: str, column: str) -> Column:
+    makers = {"count": F.count, "sum": F.sum, "avg": F.avg, "mean": F.avg, "min": F.min, "max": F.max}
+    maker = makers.get(function.lower())
+    if maker is None:
+        raise UnsupportedError(f"The aggregate {function!r} is not supported. Supported are {', '.join(makers)}.")
+    return maker(column)

@@ -1,0 +1,226 @@
+"""``anabranch.stream(df)``: a streaming DataFrame whose stateful operations keep their state in state workers."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pyspark.errors import AnalysisException
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
+
+from anabranch.api.grouped import GroupedStream
+from anabranch.core.errors import UnsupportedError
+from anabranch.engine.segments import Operation
+from anabranch.plan.explain import explain_logical
+from anabranch.plan.pipeline import Pipeline
+from anabranch.plan.validation import check_stage_options
+
+if TYPE_CHECKING:
+    from anabranch.api.writer import StreamWriter
+
+#: DataFrame methods that give another DataFrame and need no state.
+STATELESS_METHODS = (
+    "alias", "coalesce", "crossJoin", "drop", "dropna", "fillna", "filter", "hint", "join", "mapInArrow", "mapInPandas",
+    "melt", "repartition", "repartitionByRange", "replace", "select", "selectExpr", "to", "toDF", "union", "unionAll",
+    "unionByName", "unpivot", "where", "withColumn", "withColumnRenamed", "withColumns", "withColumnsRenamed",
+    "withMetadata", "withWatermark",
+)  # fmt: skip
+#: Sorting makes sense where a whole result goes out: in complete mode, after the last stateful stage.
+SORTING_METHODS = ("orderBy", "sort")
+#: Stateful or not possible on streams; what to do instead.
+REFUSED_METHODS = {
+    "dropDuplicates": "De-duplication is not supported; keep a flag per key with transformWithState.",
+    "drop_duplicates": "De-duplication is not supported; keep a flag per key with transformWithState.",
+    "dropDuplicatesWithinWatermark": "De-duplication is not supported; keep a flag per key with transformWithState.",
+    "distinct": "De-duplication is not supported; keep a flag per key with transformWithState.",
+    "limit": "A limit over a whole stream is not supported; limit the rows in foreachBatch.",
+    "collect": "A stream has no end; write it with writeStream, for example to the memory sink.",
+    "count": "A stream has no end; use groupBy().count().",
+    "show": "A stream has no end; use writeStream.format('console').",
+    "toPandas": "A stream has no end; write it with writeStream, for example to the memory sink.",
+    "write": "Use writeStream.",
+    "rollup": "Use groupBy for each level.",
+    "cube": "Use groupBy for each level.",
+}
+
+
+def stream(rows: DataFrame) -> Stream:
+    """Wrap a streaming DataFrame.
+
+    The result offers the DataFrame methods; its stateful ones run on Anabranch:
+
+    >>> counts = anabranch.stream(edits).groupBy("server").count()  # doctest: +SKIP
+    """
+    if isinstance(rows, Stream):
+        return rows
+    if not isinstance(rows, DataFrame):
+        raise UnsupportedError(f"anabranch.stream needs a streaming DataFrame, not a {type(rows).__name__}.")
+    if not rows.isStreaming:
+        raise UnsupportedError(
+            "anabranch.stream needs a streaming DataFrame, and this one is not: make it with spark.readStream."
+        )
+    pipeline = Pipeline(source=rows, stages=()).open_stage(None, None, opened=False, operations=("source",))
+    return Stream(pipeline, rows)
+
+
+class Stream:
+    """A streaming DataFrame with state outside Spark. Immutable: every method returns another one."""
+
+    def __init__(self, pipeline: Pipeline, sample: DataFrame) -> None:
+        self._pipeline = pipeline
+        #: What Spark checks operations on: the streaming DataFrame itself before the first stateful stage, an empty
+        #: DataFrame of the right schema after it.
+        self._sample = sample
+
+    @property
+    def sparkSession(self) -> SparkSession:
+        return self._sample.sparkSession
+
+    @property
+    def schema(self) -> StructType:
+        return self._sample.schema
+
+    @property
+    def columns(self) -> list[str]:
+        return self._sample.columns
+
+    @property
+    def dtypes(self) -> list[tuple[str, str]]:
+        return self._sample.dtypes
+
+    @property
+    def isStreaming(self) -> bool:
+        return True
+
+    @property
+    def writeStream(self) -> StreamWriter:
+        """The writer: sink, output mode, trigger, options, as in PySpark."""
+        from anabranch.api.writer import StreamWriter
+
+        return StreamWriter(self._pipeline, self._sample)
+
+    def printSchema(self, level: int | None = None) -> None:
+        self._sample.printSchema(level)
+
+    def explain(self) -> None:
+        """Print the logical plan. ``query.explain()`` shows physical plan and routes as well."""
+        print("\n".join(explain_logical(self._pipeline, None)))
+
+    def stage(self, name: str, parallelism: int | None = None) -> Stream:
+        """Start a new named stage, which holds the operations that follow, up to and including a stateful one.
+
+        `parallelism` is the number of Spark partitions that the stage works in.
+        """
+        check_stage_options(name, parallelism, [stage.name for stage in self._pipeline.stages])
+        return Stream(self._pipeline.open_stage(name, parallelism), self._sample)
+
+    def groupBy(self, *columns: Any) -> GroupedStream:
+        """Group by key columns, for an aggregation or a StatefulProcessor."""
+        keys = columns[0] if len(columns) == 1 and isinstance(columns[0], list) else columns
+        return GroupedStream(self._pipeline, self._sample, tuple(self._column_of(key) for key in keys))
+
+    groupby = groupBy
+
+    def agg(self, *aggregates: Any) -> Stream:
+        """Aggregate over everything: ``groupBy().agg(...)``."""
+        return self.groupBy().agg(*aggregates)
+
+    def transform(self, function: Callable[..., Stream], *arguments: Any, **keywords: Any) -> Stream:
+        """Chain a function of streams, as DataFrame.transform does."""
+        return function(self, *arguments, **keywords)
+
+    def orderBy(self, *columns: Any, **keywords: Any) -> Stream:
+        """Sort the result. Needs complete output mode and comes after the last stateful stage."""
+        if not self._pipeline.segments:
+            raise UnsupportedError("A stream can be sorted only after an aggregation, in complete output mode.")
+        return self._apply("orderBy", columns, keywords)
+
+    sort = orderBy
+
+    def __getitem__(self, item: str) -> Column:
+        return self._column_of(item)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in STATELESS_METHODS:
+            return functools.partial(self._call, name)
+        if name in REFUSED_METHODS:
+            raise UnsupportedError(f"{name} is not available on a stream. {REFUSED_METHODS[name]}")
+        if name in self.columns:
+            return self._column_of(name)
+        known = [*STATELESS_METHODS, *SORTING_METHODS, *self.columns, "groupBy", "agg", "stage", "writeStream"]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise AttributeError(f"A stream has neither a method nor a column {name!r}.{hint}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *STATELESS_METHODS, *self.columns})
+
+    def _call(self, method: str, *arguments: Any, **keywords: Any) -> Stream:
+        return self._apply(method, arguments, keywords)
+
+    def _apply(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Stream:
+        after_state = bool(self._pipeline.segments)
+        plain = tuple(_plain(argument, method, after_state) for argument in arguments)
+        named = {name: _plain(value, method, after_state) for name, value in keywords.items()}
+        if method == "withWatermark" and after_state:
+            raise UnsupportedError("withWatermark comes before the first stateful operation. Move it up.")
+        operation = Operation(method, plain, named)
+        staged = self._pipeline.with_stage(str(operation))
+        staged = _spread(staged)
+        if not after_state:
+            applied = staged.with_operation(operation)
+            return Stream(applied, applied.source)
+        return Stream(staged.with_operation(operation), replay(operation, self._sample))
+
+    def _column_of(self, key: Any) -> Column:
+        if isinstance(key, Column):
+            return key
+        if not isinstance(key, str):
+            raise UnsupportedError(f"A column is given by its name or as a Column, not as a {type(key).__name__}.")
+        return F.col(key)
+
+
+def replay(operation: Operation, sample: DataFrame) -> DataFrame:
+    """Try an operation on an empty DataFrame, so that mistakes show when the query is built."""
+    try:
+        return operation.apply(sample)
+    except AnalysisException as error:
+        if error.getCondition() in (
+            "MISSING_ATTRIBUTES.RESOLVED_ATTRIBUTE_MISSING_FROM_INPUT",
+            "CANNOT_RESOLVE_DATAFRAME_COLUMN",
+        ) or (error.getCondition() or "").startswith("MISSING_ATTRIBUTES"):
+            raise UnsupportedError(
+                f"{operation.method} uses a column taken from a DataFrame, such as df.x, which after a stateful "
+                f"operation no longer resolves. Use its name instead, F.col('x'). Columns here: {sample.columns}."
+            ) from None
+        raise
+
+
+def _spread(pipeline: Pipeline) -> Pipeline:
+    """A named, stateless stage with a parallelism of its own starts by spreading its rows."""
+    stage = pipeline.stages[-1]
+    if stage.parallelism is None or len(stage.operations) != 1:
+        return pipeline
+    return pipeline.with_operation(Operation("repartition", (stage.parallelism,)))
+
+
+def _plain(value: Any, method: str, after_state: bool) -> Any:
+    """DataFrame arguments as Spark wants them."""
+    if isinstance(value, Stream):
+        if value._pipeline.segments or after_state:
+            raise UnsupportedError(
+                f"{method} of two streams is supported only before their first stateful operation. Write the first "
+                "query's result out, and read it in a second query."
+            )
+        return value._pipeline.source
+    if after_state and isinstance(value, DataFrame) and value.isStreaming:
+        raise UnsupportedError(
+            f"{method} with a second stream is supported only before the first stateful operation. Move it up."
+        )
+    return value

@@ -1,0 +1,180 @@
+"""``stream.writeStream``: sink, output mode, trigger and options, as PySpark's DataStreamWriter has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from anabranch.api.query import StreamQuery
+from anabranch.api.settings import is_setting, resolve_settings
+from anabranch.api.sinks import TablePlace, choose_sink
+from anabranch.api.start import start_query
+from anabranch.core.errors import SettingsError, UnsupportedError
+from anabranch.plan.pipeline import Pipeline
+from anabranch.plan.validation import check_output_mode
+
+_TRIGGERS = ("processingTime", "once", "availableNow")
+
+
+class StreamWriter:
+    """Collects where the result goes; ``start()`` checks everything and starts the query."""
+
+    def __init__(self, pipeline: Pipeline, sample: DataFrame) -> None:
+        self._pipeline = pipeline
+        self._sample = sample
+        self._format = ""
+        self._mode = "append"
+        self._options: dict[str, str] = {}
+        self._partition_by: list[str] = []
+        self._trigger: dict[str, Any] = {}
+        self._name: str | None = None
+        self._function: Callable[[DataFrame, int], Any] | None = None
+
+    def format(self, source: str) -> StreamWriter:
+        self._format = source.lower()
+        return self
+
+    def outputMode(self, outputMode: str) -> StreamWriter:
+        """``update``: rows that changed in the epoch; ``complete``: the whole result each time."""
+        self._mode = outputMode.lower()
+        return self
+
+    def option(self, key: str, value: Any) -> StreamWriter:
+        """An option of the sink, ``checkpointLocation``, or a setting whose name starts with ``anabranch.``."""
+        self._options[key] = _text(value)
+        return self
+
+    def options(self, **options: Any) -> StreamWriter:
+        for key, value in options.items():
+            self.option(key, value)
+        return self
+
+    def partitionBy(self, *columns: Any) -> StreamWriter:
+        self._partition_by = list(columns[0]) if len(columns) == 1 and isinstance(columns[0], list) else list(columns)
+        return self
+
+    def queryName(self, queryName: str) -> StreamWriter:
+        if not isinstance(queryName, str) or not queryName.strip():
+            raise UnsupportedError("A query's name must not be empty.")
+        self._name = queryName
+        return self
+
+    def trigger(self, **trigger: Any) -> StreamWriter:
+        """``processingTime="5 seconds"``, ``availableNow=True`` or ``once=True``."""
+        given = {name: value for name, value in trigger.items() if value is not None}
+        if len(given) != 1 or next(iter(given)) not in _TRIGGERS:
+            raise UnsupportedError(
+                f"A trigger is exactly one of {', '.join(_TRIGGERS)}, not {sorted(given)}. "
+                "Continuous and real-time triggers are not supported."
+            )
+        self._trigger = given
+        return self
+
+    def foreachBatch(self, func: Callable[[DataFrame, int], Any]) -> StreamWriter:
+        """Call a function with each epoch's result. It may read it as often as it likes, or not at all."""
+        if not callable(func):
+            raise UnsupportedError("foreachBatch needs a function of (DataFrame, epoch).")
+        self._function = func
+        return self
+
+    def foreach(self, f: Any) -> StreamWriter:
+        raise UnsupportedError("foreach is not supported. Use foreachBatch, and rows.foreach(...) in it.")
+
+    def start(
+        self,
+        path: str | None = None,
+        format: str | None = None,
+        outputMode: str | None = None,
+        partitionBy: str | list[str] | None = None,
+        queryName: str | None = None,
+        **options: Any,
+    ) -> StreamQuery:
+        """Start the query and return its handle."""
+        self.options(**options)
+        if path is not None:
+            self.option("path", path)
+        if format is not None:
+            self.format(format)
+        if outputMode is not None:
+            self.outputMode(outputMode)
+        if partitionBy is not None:
+            self.partitionBy(*([partitionBy] if isinstance(partitionBy, str) else partitionBy))
+        if queryName is not None:
+            self.queryName(queryName)
+        return self._start(None)
+
+    def toTable(
+        self,
+        tableName: str,
+        format: str | None = None,
+        outputMode: str | None = None,
+        partitionBy: str | list[str] | None = None,
+        queryName: str | None = None,
+        **options: Any,
+    ) -> StreamQuery:
+        """Start the query with a table of the catalog as its sink; the table is made if there is none."""
+        if self._function is not None:
+            raise UnsupportedError("A query has one sink: foreachBatch or toTable, not both.")
+        self.options(**options)
+        if format is not None:
+            self.format(format)
+        if outputMode is not None:
+            self.outputMode(outputMode)
+        if partitionBy is not None:
+            self.partitionBy(*([partitionBy] if isinstance(partitionBy, str) else partitionBy))
+        if queryName is not None:
+            self.queryName(queryName)
+        return self._start(TablePlace(tableName))
+
+    def _start(self, table: TablePlace | None) -> StreamQuery:
+        spark = self._sample.sparkSession
+        check_output_mode(self._pipeline, self._mode)
+        settings = resolve_settings(spark, self._options)
+        plain = {name: value for name, value in self._options.items() if not is_setting(name)}
+        checkpoint = _take(plain, "checkpointLocation")
+        if checkpoint is None:
+            checkpoint = self._default_checkpoint()
+        sink, description = choose_sink(
+            self._sample,
+            format=self._format,
+            function=self._function,
+            table=table,
+            name=self._name,
+            mode=self._mode,
+            partition_by=self._partition_by,
+            options=plain,
+        )
+        return start_query(
+            self._pipeline,
+            self._sample,
+            sink,
+            description,
+            settings=settings,
+            checkpoint=checkpoint,
+            mode=self._mode,
+            trigger=self._trigger,
+            name=self._name,
+        )
+
+    def _default_checkpoint(self) -> str:
+        spark = self._sample.sparkSession
+        parent = spark.conf.get("spark.sql.streaming.checkpointLocation", None)
+        if parent and self._name:
+            return f"{parent.rstrip('/')}/{self._name}"
+        raise SettingsError(
+            "The query needs a checkpoint, where its state is kept safe. Set option('checkpointLocation', directory)."
+        )
+
+
+def _take(options: dict[str, str], wanted: str) -> str | None:
+    """Remove and return an option; Spark does not regard the case of option names."""
+    for name in list(options):
+        if name.lower() == wanted.lower():
+            return options.pop(name)
+    return None
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

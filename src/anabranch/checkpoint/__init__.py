@@ -1,0 +1,55 @@
+"""The durable form of a job's state, beside Spark's own offsets and commits: the truth that workers are caches of."""
+
+from anabranch.checkpoint.changes import Written, read_changes, write_changes
+from anabranch.checkpoint.documents import FORMAT_VERSION
+from anabranch.checkpoint.generations import (
+    NO_GENERATION,
+    check_generation,
+    claim_generation,
+    generation_info,
+    latest_generation,
+)
+from anabranch.checkpoint.job import JobDescription, create_or_check, read_job
+from anabranch.checkpoint.manifests import (
+    ChangeFile,
+    Manifest,
+    chain,
+    manifest_epochs,
+    read_manifest,
+    remove_after,
+    write_manifest,
+)
+from anabranch.checkpoint.paths import change_file, variable_folder
+from anabranch.checkpoint.routes import load_route, newest_route, save_route
+from anabranch.checkpoint.sparklog import has_offsets, last_committed_epoch
+from anabranch.checkpoint.storage import Storage
+
+__all__ = [
+    "FORMAT_VERSION",
+    "NO_GENERATION",
+    "ChangeFile",
+    "JobDescription",
+    "Manifest",
+    "Storage",
+    "Written",
+    "chain",
+    "change_file",
+    "check_generation",
+    "claim_generation",
+    "create_or_check",
+    "generation_info",
+    "has_offsets",
+    "last_committed_epoch",
+    "latest_generation",
+    "load_route",
+    "manifest_epochs",
+    "newest_route",
+    "read_changes",
+    "read_job",
+    "read_manifest",
+    "remove_after",
+    "save_route",
+    "variable_folder",
+    "write_changes",
+    "write_manifest",
+]

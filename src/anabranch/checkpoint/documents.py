@@ -1,0 +1,69 @@
+"""JSON documents that know when they are damaged: each carries the version of the format and a checksum of itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+import xxhash
+
+from anabranch.checkpoint.storage import Storage
+from anabranch.core.errors import CheckpointError
+
+#: Of the checkpoint as a whole. A larger number in a file means that a newer Anabranch wrote it.
+FORMAT_VERSION = 1
+
+
+def checksum_of(content: bytes | pa.Buffer) -> str:
+    """Tells damaged content from intact content; the prefix names the algorithm."""
+    return f"xxh3:{xxhash.xxh3_64_hexdigest(content)}"
+
+
+def encode(content: Mapping[str, Any], *, format_version: int = FORMAT_VERSION) -> bytes:
+    document = {
+        "format_version": format_version,
+        "checksum": _document_checksum(format_version, content),
+        "content": content,
+    }
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def decode(storage: Storage, path: str, raw: bytes) -> dict[str, Any]:
+    """The content of the document that was read from ``path``, with the ``format_version`` added to it."""
+    where = storage.full_path(path)
+    try:
+        document = json.loads(raw)
+    except ValueError as error:
+        raise _damaged(where, "it is not complete, or not JSON") from error
+    if not isinstance(document, dict) or not isinstance(document.get("content"), dict):
+        raise _damaged(where, "it is not a document of Anabranch")
+    version, content = document.get("format_version"), document["content"]
+    if not isinstance(version, int):
+        raise _damaged(where, "it has no format version")
+    # Before the checksum: what a newer format means by it is unknown.
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{where} was written by a newer Anabranch (checkpoint format {version}; this one reads formats up to "
+            f"{FORMAT_VERSION}). Upgrade Anabranch here, or use a new checkpoint."
+        )
+    if document.get("checksum") != _document_checksum(version, content):
+        raise _damaged(where, "its checksum does not match its content")
+    return {**content, "format_version": version}
+
+
+def unexpected(storage: Storage, path: str, reason: object) -> CheckpointError:
+    """For a document that is intact, but whose content is not what its place says."""
+    return _damaged(storage.full_path(path), f"its content is not as expected ({reason})")
+
+
+def _document_checksum(format_version: int, content: Mapping[str, Any]) -> str:
+    canonical = json.dumps([format_version, content], sort_keys=True, separators=(",", ":"))
+    return checksum_of(canonical.encode())
+
+
+def _damaged(where: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} is damaged: {reason}. Restore it from a copy of the checkpoint, or use a new checkpoint."
+    )

@@ -1,0 +1,55 @@
+"""Claims of generations: each incarnation of the driver takes the next number, and no two ever take the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from anabranch.checkpoint import documents, paths
+from anabranch.checkpoint.storage import Storage
+from anabranch.core.errors import CheckpointError, FencedError
+from anabranch.core.ids import Generation
+
+#: Before the first driver.
+NO_GENERATION = Generation(0)
+
+#: As many drivers may start on one checkpoint at the same moment before the unluckiest gives up.
+_MOST_RACES = 1000
+
+
+def latest_generation(storage: Storage) -> Generation:
+    """The newest generation that was claimed; NO_GENERATION if none was. Goes by the names alone."""
+    claimed = (paths.generation_of(name) for name in storage.list_names(paths.GENERATIONS))
+    return max((generation for generation in claimed if generation is not None), default=NO_GENERATION)
+
+
+def claim_generation(storage: Storage, info: Mapping[str, Any]) -> Generation:
+    """Claims the next generation. ``info`` is for people: who claimed it, where and when."""
+    candidate = Generation(latest_generation(storage) + 1)
+    for _ in range(_MOST_RACES):
+        content = documents.encode({"generation": candidate, "info": dict(info)})
+        if storage.create(paths.generation_file(candidate), content):
+            return candidate
+        candidate = Generation(max(candidate, latest_generation(storage)) + 1)
+    raise CheckpointError(
+        f"Could not claim a generation in {storage.full_path(paths.GENERATIONS)}: others were faster {_MOST_RACES} "
+        f"times. Make sure that only one query uses this checkpoint, then start it again."
+    )
+
+
+def generation_info(storage: Storage, generation: Generation) -> dict[str, Any]:
+    """What the driver that claimed a generation said about itself."""
+    path = paths.generation_file(generation)
+    content = documents.decode(storage, path, storage.read(path))
+    return dict(content["info"])
+
+
+def check_generation(storage: Storage, mine: Generation) -> None:
+    """Raises FencedError if a newer driver has claimed the checkpoint."""
+    newest = latest_generation(storage)
+    if newest > mine:
+        raise FencedError(
+            f"A newer driver has taken over the job: it claimed generation {newest} of the checkpoint "
+            f"{storage.location}, and this driver is generation {mine}. This query stops; run one query per checkpoint "
+            f"(see {storage.full_path(paths.generation_file(newest))} for who runs the other)."
+        )

@@ -1,0 +1,99 @@
+"""Every path of a checkpoint, relative to Spark's checkpoint directory, and the way back from names to numbers.
+
+<checkpoint>/
+  offsets/12  commits/12  …                      Spark's own
+  anabranch/
+    job.json                                     what the job is; written first, never changed
+    generations/00000003.json                    which driver claimed which generation
+    routes/00000007.json                         which worker owned which key group
+    manifests/000000000012.g00000003.json        what epoch 12 is made of, as generation 3 wrote it
+    changes/stage2/count/epoch=000000000012/g00000003-<worker>.parquet
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import quote
+
+import xxhash
+
+from anabranch.core.ids import Epoch, Generation, RouteVersion, WorkerId
+from anabranch.core.requests import Run
+
+SPARK_COMMITS = "commits"
+SPARK_OFFSETS = "offsets"
+
+JOB = "anabranch/job.json"
+GENERATIONS = "anabranch/generations"
+ROUTES = "anabranch/routes"
+MANIFESTS = "anabranch/manifests"
+CHANGES = "anabranch/changes"
+
+_NUMBER = re.compile(r"(\d+)")
+_NUMBERED_FILE = re.compile(r"(\d{8})\.json")
+_MANIFEST_FILE = re.compile(r"(\d{12})\.g(\d{8})\.json")
+
+#: File systems allow 255 bytes for a name; what is left over is for suffixes and the names of temporary files.
+_LONGEST_NAME = 120
+
+
+def generation_file(generation: Generation) -> str:
+    return f"{GENERATIONS}/{generation:08d}.json"
+
+
+def route_file(version: RouteVersion) -> str:
+    return f"{ROUTES}/{version:08d}.json"
+
+
+def manifest_file(epoch: Epoch, generation: Generation) -> str:
+    """The generation is part of the name, so that a driver that was replaced overwrites nothing of its successor."""
+    return f"{MANIFESTS}/{epoch:012d}.g{generation:08d}.json"
+
+
+def variable_folder(stage_name: str, variable: str) -> str:
+    """Everything that ever happened to a state variable: the folder to point a query engine at."""
+    return f"{CHANGES}/{safe_name(stage_name)}/{safe_name(variable)}"
+
+
+def change_file(
+    stage_name: str, variable: str, *, epoch: Epoch, generation: Generation, run: Run, worker: WorkerId
+) -> str:
+    """One worker's changes to one state variable in one run of an epoch."""
+    folder = variable_folder(stage_name, variable)
+    return f"{folder}/epoch={epoch:012d}/g{generation:08d}-r{run}-{safe_name(worker)}.parquet"
+
+
+def generation_of(name: str) -> Generation | None:
+    """The generation that a file name of ``generations/`` stands for; None: the file is something else."""
+    match = _NUMBERED_FILE.fullmatch(name)
+    return Generation(int(match[1])) if match else None
+
+
+def route_version_of(name: str) -> RouteVersion | None:
+    match = _NUMBERED_FILE.fullmatch(name)
+    return RouteVersion(int(match[1])) if match else None
+
+
+def manifest_of(name: str) -> tuple[Epoch, Generation] | None:
+    match = _MANIFEST_FILE.fullmatch(name)
+    return (Epoch(int(match[1])), Generation(int(match[2]))) if match else None
+
+
+def spark_batch_of(name: str) -> Epoch | None:
+    """The batch that a file of Spark's ``commits/`` or ``offsets/`` stands for: Spark names them by their number."""
+    return Epoch(int(name)) if _NUMBER.fullmatch(name) else None
+
+
+def safe_name(name: str) -> str:
+    """A name that every file system, shell pattern and Hive-style reader takes as one plain word.
+
+    Letters, digits, ``_ - ~`` and inner dots stay as they are; everything else becomes ``%XX``. Different names stay
+    different, though on some file systems only if they differ in more than case.
+    """
+    quoted = quote(name, safe="")
+    if not quoted or quoted.startswith("."):
+        # "." and ".." have a meaning, and names that begin with a dot are hidden.
+        quoted = "%2E" + quoted[1:] if quoted else "%"
+    if len(quoted) > _LONGEST_NAME:
+        quoted = f"{quoted[: _LONGEST_NAME - 17]}~{xxhash.xxh3_64_hexdigest(name.encode())}"
+    return quoted

@@ -1,0 +1,1 @@
+"""In the Spark driver: coordinator, membership, launchers, autoscaler, HTTP."""

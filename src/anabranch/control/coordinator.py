@@ -1,0 +1,271 @@
+"""The coordinator: in the driver, carries out what the epoch machine decides on workers and checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from anabranch.checkpoint.manifests import ChangeFile, Manifest, write_manifest
+from anabranch.control.members import Member, Membership
+from anabranch.control.resume import Resumed
+from anabranch.core import epoch_events as events
+from anabranch.core.epochs import EpochMachine
+from anabranch.core.errors import AnabranchError, CheckpointError, EpochError, FencedError, LostWorkerError
+from anabranch.core.ids import Attempt, Epoch, Partition, StageNumber
+from anabranch.core.requests import Refusal, StageAttempt, StagePartition
+from anabranch.core.routes import assign_partitions, owners_of_partitions
+from anabranch.core.schemas import StageSpec
+from anabranch.core.settings import Settings
+from anabranch.wire import messages
+from anabranch.wire.routed import Routing, StageAccess, encode_routing
+
+logger = logging.getLogger(__name__)
+
+#: How often a look at the state starts over because epochs went by faster than it could read.
+_SCAN_ATTEMPTS = 10
+
+
+class Coordinator:
+    """Runs the epochs of one job on its workers."""
+
+    def __init__(
+        self,
+        resumed: Resumed,
+        members: Membership,
+        settings: Settings,
+        parallelism: Mapping[StageNumber, int],
+    ) -> None:
+        self._resumed = resumed
+        self._members = members
+        self._settings = settings
+        #: Partitions of each stateful stage; may change between epochs.
+        self.parallelism = dict(parallelism)
+        self._machine = EpochMachine(resumed.committed_epoch)
+        self._pool = ThreadPoolExecutor(max_workers=max(2, len(members)), thread_name_prefix="anabranch")
+        self._routing = self._make_routing()
+        self._changed: dict[str, int] = {}
+
+    @property
+    def route(self) -> Any:
+        return self._resumed.route
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return self._members.all
+
+    @property
+    def committed_epoch(self) -> int:
+        return self._machine.committed
+
+    # ------------------------------------------------------------------------------------------- the epoch
+
+    def begin(self, epoch: int) -> Mapping[int, StageAccess]:
+        assignments = {
+            spec.number: assign_partitions(self.route, self._partitions_of(spec)) for spec in self._resumed.job.stages
+        }
+        owners = {
+            StagePartition(number, Partition(partition)): frozenset(workers)
+            for number, assignment in assignments.items()
+            for partition, workers in enumerate(owners_of_partitions(self.route, assignment))
+        }
+        begun = events.EpochBegun(Epoch(epoch), frozenset(m.worker for m in self.members), owners)
+        self._drive(begun)
+        return {
+            spec.number: self._access(spec, np.array(assignments[spec.number], dtype=np.int32))
+            for spec in self._resumed.job.stages
+        }
+
+    def missing(self, epoch: int) -> Mapping[int, frozenset[int]]:
+        del epoch
+        missing: dict[int, set[int]] = {}
+        for instruction in self._drive(events.TasksRan(self._machine.run)):
+            if isinstance(instruction, events.RunMissing):
+                for task in instruction.tasks:
+                    missing.setdefault(task.stage, set()).add(task.partition)
+        return {stage: frozenset(partitions) for stage, partitions in missing.items()}
+
+    def commit(self, epoch: int) -> Mapping[str, Any]:
+        self._drive(events.SinkWritten(self._machine.run))
+        return {"epoch": epoch, "routeVersion": self.route.version, "workers": len(self.members), **self._changed}
+
+    def abort(self, epoch: int) -> None:
+        try:
+            self._drive(events.SinkFailed(self._machine.run, f"epoch {epoch} failed"))
+        except AnabranchError as error:
+            logger.info("epoch %d aborted: %s", epoch, error)
+
+    # ------------------------------------------------------------------------------------------- the state
+
+    def scan(self, spec: StageSpec, variable: str) -> tuple[int, pa.Table]:
+        """All rows of a state variable as of the last committed epoch, and that epoch."""
+        for _ in range(_SCAN_ATTEMPTS):
+            epoch = self._machine.committed
+            try:
+                batches = [b for part in self._on_all(partial(self._scan_on, spec, variable, epoch)) for b in part]
+            except EpochError as error:
+                logger.debug("a look at the state starts over: %s", error)
+                continue
+            return epoch, pa.Table.from_batches(batches, schema=spec.layouts[variable].rows)
+        raise EpochError("The state could not be read: epochs pass faster than it can be sent. Try again.")
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What each worker holds."""
+        answers = self._on_all(lambda member: self._call(member, messages.Describe(**self._job())))
+        return [
+            {
+                "id": member.worker,
+                "address": member.address,
+                "pid": member.pid,
+                "keyGroups": len(self.route.groups_of(member.worker)),
+                "rows": sum(variable["rows"] for variable in answer["variables"]),
+                "bytes": sum(variable["bytes"] for variable in answer["variables"]),
+                "variables": answer["variables"],
+            }
+            for member, answer in zip(self.members, answers, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Take leave of the workers."""
+        for member in self.members:
+            try:
+                self._call(member, messages.CloseJob(**self._job()))
+            except AnabranchError as error:
+                logger.debug("worker %s could not be told that the job ends: %s", member.worker, error)
+        self._pool.shutdown(wait=False)
+
+    # ------------------------------------------------------------------------------------ the epoch machine
+
+    def _drive(self, event: events.Event) -> list[events.Instruction]:
+        """Hand an event to the machine and carry out what it says, until it has nothing more for us to do."""
+        leftover: list[events.Instruction] = []
+        queue = [event]
+        while queue:
+            instructions = self._machine.handle(queue.pop(0))
+            for instruction in instructions:
+                if isinstance(instruction, events.FailEpoch):
+                    self._abort_on([i for i in instructions if isinstance(i, events.AbortOn)])
+                    fenced = instruction.reason is events.Failure.FENCED
+                    raise (FencedError if fenced else EpochError)(instruction.message)
+            followed = [result for result in self._pool.map(self._carry_out, instructions) if result is not None]
+            leftover += [i for i in instructions if isinstance(i, events.RunMissing)]
+            queue += followed
+        return leftover
+
+    def _carry_out(self, instruction: events.Instruction) -> events.Event | None:
+        match instruction:
+            case events.WriteManifest():
+                return self._write_manifest(instruction)
+            case events.BeginOn() | events.CollectSeals() | events.PrepareOn() | events.CommitOn():
+                try:
+                    return self._ask(instruction)
+                except LostWorkerError as error:
+                    logger.warning("worker %s is lost: %s", instruction.worker, error)
+                    return events.WorkerRefused(instruction.run, instruction.worker, Refusal.NOT_OPEN, str(error))
+                except FencedError as error:
+                    return events.WorkerRefused(instruction.run, instruction.worker, Refusal.FENCED, str(error))
+                except AnabranchError as error:
+                    return events.WorkerRefused(instruction.run, instruction.worker, Refusal.WRONG_STEP, str(error))
+        return None
+
+    def _ask(
+        self, instruction: events.BeginOn | events.CollectSeals | events.PrepareOn | events.CommitOn
+    ) -> events.Event:
+        member, run = self._members.get(instruction.worker), instruction.run
+        numbers: dict[str, Any] = {**self._job(), "epoch": instruction.epoch, "run": run}
+        match instruction:
+            case events.BeginOn():
+                self._call(member, messages.Begin(**numbers, routing=encode_routing(self._routing)))
+                return events.WorkerBegan(run, member.worker)
+            case events.CollectSeals():
+                answer = self._call(member, messages.Seals(**numbers))
+                return events.SealsReported(run, member.worker, frozenset(map(_attempt, answer["attempts"])))
+            case events.PrepareOn():
+                chosen = [list(attempt) for attempt in sorted(instruction.chosen)]
+                answer = self._call(member, messages.Prepare(**numbers, chosen=chosen))
+                return events.WorkerPrepared(run, member.worker, tuple(ChangeFile(**f) for f in answer["files"]))
+            case events.CommitOn():
+                self._call(member, messages.Commit(**numbers))
+                return events.WorkerCommitted(run, member.worker)
+
+    def _write_manifest(self, instruction: events.WriteManifest) -> events.Event:
+        manifest = Manifest(
+            epoch=instruction.epoch,
+            generation=self._resumed.generation,
+            run=instruction.run,
+            route_version=self.route.version,
+            files=instruction.files,
+        )
+        self._changed = {
+            "changedRows": sum(file.rows for file in instruction.files),
+            "changedBytes": sum(file.bytes for file in instruction.files),
+        }
+        try:
+            write_manifest(self._resumed.storage, manifest)
+        except FencedError as error:
+            return events.ManifestFailed(instruction.run, str(error), fenced=True)
+        except CheckpointError as error:
+            return events.ManifestFailed(instruction.run, str(error))
+        return events.ManifestWritten(instruction.run)
+
+    def _abort_on(self, aborts: Sequence[events.AbortOn]) -> None:
+        for abort in aborts:
+            try:
+                self._call(
+                    self._members.get(abort.worker), messages.Abort(**self._job(), epoch=abort.epoch, run=abort.run)
+                )
+            except AnabranchError as error:
+                logger.debug("worker %s could not be told to abort: %s", abort.worker, error)
+
+    # ----------------------------------------------------------------------------------------------- pieces
+
+    def _access(self, spec: StageSpec, partitions: np.ndarray[Any, np.dtype[np.int32]]) -> StageAccess:
+        return StageAccess(
+            job=self._resumed.job.job_id,
+            generation=self._resumed.generation,
+            epoch=self._machine.epoch,
+            run=self._machine.run,
+            key_groups=self._resumed.job.key_groups,
+            stage=spec,
+            routing=self._routing,
+            parallelism=self._partitions_of(spec),
+            partitions=partitions,
+            cache_route=self._settings.routing_cache,
+            timeout_s=self._settings.request_timeout_s,
+            token=self._settings.token,
+        )
+
+    def _partitions_of(self, spec: StageSpec) -> int:
+        return min(self.parallelism[spec.number], self._resumed.job.key_groups)
+
+    def _make_routing(self) -> Routing:
+        position = {member.worker: number for number, member in enumerate(self.members)}
+        return Routing(
+            workers=tuple(member.worker for member in self.members),
+            addresses=tuple(member.address for member in self.members),
+            owners=np.array([position[owner] for owner in self.route.owners], dtype=np.int16),
+        )
+
+    def _scan_on(self, spec: StageSpec, variable: str, epoch: int, member: Member) -> list[pa.RecordBatch]:
+        request = messages.Scan(**self._job(), epoch=epoch, stage=spec.number, variable=variable)
+        batches: Iterator[pa.RecordBatch] = member.client.stream(request)
+        return list(batches)
+
+    def _call(self, member: Member, request: messages.Request) -> dict[str, Any]:
+        header, _ = member.client.call(request)
+        return header
+
+    def _on_all(self, call: Callable[[Member], Any]) -> list[Any]:
+        return list(self._pool.map(call, self.members))
+
+    def _job(self) -> dict[str, Any]:
+        return {"job": self._resumed.job.job_id, "generation": self._resumed.generation}
+
+
+def _attempt(numbers: Sequence[int]) -> StageAttempt:
+    return StageAttempt(StageNumber(numbers[0]), Partition(numbers[1]), Attempt(numbers[2]))

@@ -1,0 +1,69 @@
+"""The workers of a job, and the driver's connections to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from anabranch.control.launcher import WorkerAddress
+from anabranch.core.errors import SettingsError, WorkerError
+from anabranch.core.ids import WorkerId
+from anabranch.wire.client import WorkerClient
+from anabranch.wire.messages import Health
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker that takes part in the job."""
+
+    worker: WorkerId
+    address: str
+    pid: int
+    client: WorkerClient
+
+
+class Membership:
+    """All workers of a job."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.all = tuple(members)
+        self._by_id = {member.worker: member for member in members}
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def get(self, worker: WorkerId) -> Member:
+        return self._by_id[worker]
+
+    def close(self) -> None:
+        for member in self.all:
+            member.client.close()
+
+
+def connect(addresses: Sequence[WorkerAddress], *, timeout_s: float, token: str) -> Membership:
+    """Connections to workers whose ids are known."""
+    return Membership(
+        [
+            Member(a.worker, a.address, a.pid, WorkerClient(a.address, timeout_s=timeout_s, token=token))
+            for a in addresses
+        ]
+    )
+
+
+def discover(addresses: Sequence[str], *, timeout_s: float, start_timeout_s: float, token: str) -> Membership:
+    """Connections to running workers, after asking each who it is."""
+    members = []
+    for address in addresses:
+        client = WorkerClient(address, timeout_s=timeout_s, token=token)
+        health, _ = client.call(Health(), timeout_s=start_timeout_s)
+        members.append(Member(WorkerId(health["worker"]), address, int(health["pid"]), client))
+    ids = [member.worker for member in members]
+    for member in members:
+        if ids.count(member.worker) > 1:
+            raise SettingsError(
+                f"Two addresses of anabranch.workerAddresses lead to the worker {member.worker!r}. Name each worker "
+                "once, and start workers with different --id."
+            )
+    if not members:
+        raise WorkerError("There are no workers. Set anabranch.workers or anabranch.workerAddresses.")
+    return Membership(members)

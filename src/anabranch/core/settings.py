@@ -1,0 +1,125 @@
+"""The settings of a job: one frozen object, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from anabranch.core.errors import SettingsError
+from anabranch.core.keygroups import DEFAULT_KEY_GROUPS, MAX_KEY_GROUPS
+
+PREFIX = "anabranch."
+STORES = ("memory", "rocksdb")
+MAX_WORKERS = 1024
+MAX_PARALLELISM = MAX_KEY_GROUPS
+
+
+def _setting(default: Any, name: str, doc: str) -> Any:
+    return field(default=default, metadata={"name": name, "doc": doc})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a user can set. `describe()` lists the names that users write, with their meaning."""
+
+    workers: int = _setting(2, "workers", "how many state workers the query starts on this machine")
+    worker_addresses: tuple[str, ...] = _setting(
+        (), "workerAddresses", "host:port of running state workers, comma separated, to use instead of starting any"
+    )
+    store: str = _setting("memory", "store", "where workers keep state: memory or rocksdb")
+    key_groups: int = _setting(DEFAULT_KEY_GROUPS, "keyGroups", "hash buckets of keys; fixed when a job first starts")
+    parallelism: int = _setting(0, "parallelism", "partitions of stateful stages; 0: as many as Spark has cores")
+    state_path: str = _setting("", "statePath", "directory for local state of workers; empty: a temporary one")
+    routing_cache: bool = _setting(True, "routingCache", "tasks keep the route of their epoch instead of asking for it")
+    request_timeout_s: float = _setting(120.0, "requestTimeout", "seconds to wait for a worker's answer")
+    start_timeout_s: float = _setting(60.0, "startTimeout", "seconds to wait for a worker to start or be reached")
+    token: str = _setting("", "token", "shared secret of driver, tasks and workers; needed off this machine")
+
+    def __post_init__(self) -> None:
+        _check_range("workers", self.workers, 1, MAX_WORKERS)
+        _check_range("keyGroups", self.key_groups, 1, MAX_KEY_GROUPS)
+        _check_range("parallelism", self.parallelism, 0, MAX_PARALLELISM)
+        if self.worker_count > self.key_groups:
+            raise SettingsError(
+                f"{self.worker_count} workers cannot share {self.key_groups} key groups. "
+                f"Set {PREFIX}workers to at most {self.key_groups}."
+            )
+        if self.store not in STORES:
+            near = _nearest(self.store, STORES)
+            raise SettingsError(f"{PREFIX}store is {self.store!r}; it can be {' or '.join(STORES)}.{near}")
+        for name in ("request_timeout_s", "start_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise SettingsError(f"{PREFIX}{_FIELDS_BY_ATTRIBUTE[name]} must be more than 0 seconds.")
+        for address in self.worker_addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise SettingsError(f"{PREFIX}workerAddresses: {address!r} is not host:port, such as localhost:7077.")
+
+    @property
+    def worker_count(self) -> int:
+        return len(self.worker_addresses) or self.workers
+
+    @staticmethod
+    def from_texts(*layers: tuple[str, Mapping[str, Any]]) -> Settings:
+        """Settings from layers (where from, values by the user's names), weakest first.
+
+        Values are texts, or what TOML gives. Names come with or without the prefix and are matched without regard to
+        case, because environment variables and Spark's options do not keep it.
+        """
+        values: dict[str, Any] = {}
+        for origin, layer in layers:
+            for name, value in layer.items():
+                declared = _find(name, origin)
+                values[declared.name] = _parse(declared, value, origin)
+        return Settings(**values)
+
+    @staticmethod
+    def describe() -> list[tuple[str, Any, str]]:
+        """Name, default and meaning of each setting."""
+        return [(PREFIX + f.metadata["name"], f.default, f.metadata["doc"]) for f in dataclasses.fields(Settings)]
+
+
+def _find(name: str, origin: str) -> dataclasses.Field[Any]:
+    plain = name[len(PREFIX) :] if name.lower().startswith(PREFIX) else name
+    fields = {f.metadata["name"].lower(): f for f in dataclasses.fields(Settings)}
+    found = fields.get(plain.lower().replace("_", ""))
+    if found is None:
+        near = _nearest(plain, [f.metadata["name"] for f in fields.values()], prefix=PREFIX)
+        raise SettingsError(f"Unknown setting {PREFIX}{plain} in {origin}.{near}")
+    return found
+
+
+def _parse(declared: dataclasses.Field[Any], value: Any, origin: str) -> Any:
+    name = PREFIX + declared.metadata["name"]
+    wanted: Any = type(declared.default)
+    text = str(value).strip()
+    try:
+        if wanted is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if wanted is tuple:
+            items = value if isinstance(value, list) else text.split(",")
+            return tuple(str(item).strip() for item in items if str(item).strip())
+        if wanted in (int, float):
+            return wanted(text)
+    except (KeyError, ValueError):
+        expected = {bool: "true or false", int: "a whole number", float: "a number of seconds"}[wanted]
+        raise SettingsError(f"{name} is {text!r} in {origin}; it must be {expected}.") from None
+    return text
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise SettingsError(f"{PREFIX}{name} is {value}; it must be between {low} and {high}.")
+
+
+def _nearest(word: str, candidates: Any, prefix: str = "") -> str:
+    close = difflib.get_close_matches(word.lower(), [c.lower() for c in candidates], n=1, cutoff=0.5)
+    if not close:
+        return f" Valid ones: {', '.join(prefix + c for c in candidates)}."
+    return f" Did you mean {prefix}{next(c for c in candidates if c.lower() == close[0])}?"
+
+
+_FIELDS_BY_ATTRIBUTE = {f.name: f.metadata["name"] for f in dataclasses.fields(Settings)}

@@ -1,0 +1,201 @@
+"""The epoch loop: what happens in each micro-batch, from its first row to its commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from pyspark.sql import DataFrame
+
+from anabranch.core.errors import EpochError
+from anabranch.engine.segments import Segment
+from anabranch.engine.sinks import Sink
+from anabranch.engine.stages import EpochContext
+from anabranch.wire.routed import StageAccess
+
+logger = logging.getLogger(__name__)
+
+#: How often what Spark did not run is run, before the epoch fails.
+_MAX_COMPLETION_ROUNDS = 3
+_REMEMBERED_EPOCHS = 1000
+
+
+class Coordinator(Protocol):
+    """The control plane, as far as the loop needs it."""
+
+    def begin(self, epoch: int) -> Mapping[int, StageAccess]:
+        """Start an epoch on all workers; how tasks reach the state of each stage."""
+
+    def missing(self, epoch: int) -> Mapping[int, frozenset[int]]:
+        """The partitions of each stage that have not been sealed yet."""
+
+    def commit(self, epoch: int) -> Mapping[str, Any]:
+        """Make the epoch durable and part of the state; figures for the progress report."""
+
+    def abort(self, epoch: int) -> None:
+        """Forget what was staged. Never raises: it runs while another error is on its way."""
+
+
+class EpochLoop:
+    """Runs as the function of Spark's foreachBatch."""
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        coordinator: Coordinator,
+        sink: Sink,
+        *,
+        complete: bool,
+        shuffle_partitions: int,
+        watermark_ms: Callable[[], int | None],
+    ) -> None:
+        self._segments = segments
+        self._coordinator = coordinator
+        self._sink = sink
+        self._complete = complete
+        self._shuffle_partitions = shuffle_partitions
+        self._watermark_ms = watermark_ms
+        #: Held while an epoch runs, so that a stop can wait for its end.
+        self.running = threading.Lock()
+        #: Figures of the last epochs, by epoch.
+        self.reports: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_REMEMBERED_EPOCHS)
+        #: The last error, as it was before Spark wrapped it.
+        self.error: Exception | None = None
+
+    def __call__(self, rows: DataFrame, epoch: int) -> None:
+        with self.running:
+            try:
+                self._run(rows, epoch)
+            except Exception as error:
+                self.error = error
+                self._coordinator.abort(epoch)
+                raise
+
+    def _run(self, rows: DataFrame, epoch: int) -> None:
+        clock = _Stopwatch()
+        self._configure(rows)
+        accesses = self._coordinator.begin(epoch)
+        context = EpochContext(
+            epoch=epoch,
+            processing_time_ms=time.time_ns() // 1_000_000,
+            watermark_ms=self._watermark_ms(),
+            complete=self._complete,
+        )
+        clock.lap("begin")
+        run = _EpochRun(self._segments, rows, accesses, context, reads_once=self._sink.reads_once)
+        try:
+            result = run.build()
+            clock.lap("plan")
+            self._sink.write(result, epoch)
+            clock.lap("sink")
+            self._complete_what_is_missing(run, epoch)
+            clock.lap("complete")
+        finally:
+            run.release()
+        figures = self._coordinator.commit(epoch)
+        clock.lap("commit")
+        self.reports.append((epoch, {**figures, "durationMs": clock.laps_ms, "watermarkMs": context.watermark_ms}))
+        logger.info("epoch %d committed: %s", epoch, clock.laps_ms)
+
+    def _complete_what_is_missing(self, run: _EpochRun, epoch: int) -> None:
+        """A sink may read only some of the rows, but every partition's state changes belong to the epoch."""
+        for _ in range(_MAX_COMPLETION_ROUNDS):
+            missing = self._coordinator.missing(epoch)
+            if not missing:
+                return
+            run.complete(missing)
+        raise EpochError(
+            f"Epoch {epoch} cannot be completed: Spark did not run {dict(missing)} (stage: partitions). Nothing of it "
+            "is committed. Start the query again; if it happens again, report the query's explain()."
+        )
+
+    def _configure(self, rows: DataFrame) -> None:
+        """Settings of the query's own session, which Spark cloned for it."""
+        conf = rows.sparkSession.conf
+        # Partitions of a stateful stage are those that the route asked for: Spark must not merge or drop any.
+        conf.set("spark.sql.adaptive.enabled", "false")
+        conf.set("spark.sql.shuffle.partitions", str(self._shuffle_partitions))
+
+
+class _EpochRun:
+    """One epoch's DataFrames: the stateful stages strung together, and what has been materialised of them."""
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        rows: DataFrame,
+        accesses: Mapping[int, StageAccess],
+        context: EpochContext,
+        *,
+        reads_once: bool,
+    ) -> None:
+        self._segments = segments
+        self._rows = rows
+        self._accesses = accesses
+        self._context = context
+        self._reads_once = reads_once
+        self._held: list[DataFrame] = []
+        #: The input of each stateful stage, projected, in the order of the stages.
+        self._inputs: list[DataFrame] = []
+
+    def build(self) -> DataFrame:
+        """The epoch's result. Lazy, except for what has to be materialised on the way."""
+        rows = self._rows
+        for position, segment in enumerate(self._segments):
+            # The first stage's projection is part of the streaming query itself.
+            projected = rows if position == 0 else segment.stage.project(rows)
+            self._inputs.append(projected)
+            rows = segment.stage.apply(projected, self._access(segment), self._context)
+            last = position == len(self._segments) - 1
+            if not segment.one_to_one:
+                rows = self._materialise(rows)
+            for operation in segment.after:
+                rows = operation.apply(rows)
+            if last and segment.one_to_one and not self._reads_once:
+                rows = self._materialise(rows)
+        return rows
+
+    def complete(self, missing: Mapping[int, frozenset[int]]) -> None:
+        """Run the missing partitions of the last stage that has any; earlier stages run along with it."""
+        position = max(i for i, segment in enumerate(self._segments) if segment.stage.spec.number in missing)
+        stage = self._segments[position].stage
+        access = self._access(self._segments[position])
+        done = frozenset(range(access.parallelism)) - missing[stage.spec.number]
+        rows = stage.apply(self._inputs[position], dataclasses.replace(access, done=done), self._context)
+        _run_all_partitions(rows)
+
+    def release(self) -> None:
+        for rows in self._held:
+            rows.unpersist()
+
+    def _access(self, segment: Segment) -> StageAccess:
+        return self._accesses[segment.stage.spec.number]
+
+    def _materialise(self, rows: DataFrame) -> DataFrame:
+        """Compute all partitions once, in tasks of their own; whoever reads them later does not run state logic."""
+        held = rows.persist()
+        self._held.append(held)
+        _run_all_partitions(held)
+        return held
+
+
+def _run_all_partitions(rows: DataFrame) -> None:
+    rows._jdf.queryExecution().toRdd().count()
+
+
+class _Stopwatch:
+    """Named laps in milliseconds."""
+
+    def __init__(self) -> None:
+        self._last_ns = time.monotonic_ns()
+        self.laps_ms: dict[str, int] = {}
+
+    def lap(self, name: str) -> None:
+        now_ns = time.monotonic_ns()
+        self.laps_ms[name] = (now_ns - self._last_ns) // 1_000_000
+        self._last_ns = now_ns

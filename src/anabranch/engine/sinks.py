@@ -1,0 +1,140 @@
+"""Sinks. Each takes an epoch's rows at most once into account, however often the epoch is run again.
+
+Files and memory go through Spark's own streaming sinks, which remember the last epoch that they took, so that readers
+find what they would find behind a plain Structured Streaming query.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import StructType
+
+from anabranch.core.errors import EpochError
+
+logger = logging.getLogger(__name__)
+
+#: Spark's classes for the file formats that its streaming file sink can write.
+FILE_FORMATS = {
+    "parquet": "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat",
+    "json": "org.apache.spark.sql.execution.datasources.json.JsonFileFormat",
+    "csv": "org.apache.spark.sql.execution.datasources.csv.CSVFileFormat",
+    "orc": "org.apache.spark.sql.execution.datasources.orc.OrcFileFormat",
+    "text": "org.apache.spark.sql.execution.datasources.text.TextFileFormat",
+}
+
+
+class Sink(Protocol):
+    """Where an epoch's rows go."""
+
+    @property
+    def reads_once(self) -> bool:
+        """Whether a write is certain to read all rows exactly once."""
+
+    def write(self, rows: DataFrame, epoch: int) -> None:
+        """Write the rows of an epoch; a second write of the same epoch has no further effect."""
+
+
+@dataclass
+class FileSink:
+    """Files in a directory, with Spark's `_spark_metadata` log of the epochs that are complete."""
+
+    path: str
+    format: str
+    partition_by: Sequence[str]
+    options: Mapping[str, str]
+    reads_once: bool = True
+    _sink: Any = field(default=None, init=False)
+
+    def write(self, rows: DataFrame, epoch: int) -> None:
+        if self._sink is None:
+            self._sink = self._open(rows.sparkSession)
+        self._sink.addBatch(epoch, rows._jdf)
+
+    def _open(self, spark: SparkSession) -> Any:
+        jvm: Any = spark._jvm
+        convert = jvm.org.apache.spark.api.python.PythonUtils
+        file_format = _class(jvm, FILE_FORMATS[self.format])()
+        return jvm.org.apache.spark.sql.execution.streaming.sinks.FileStreamSink(
+            spark._jsparkSession,
+            self.path,
+            file_format,
+            convert.toSeq(list(self.partition_by)),
+            convert.toScalaMap(dict(self.options)),
+        )
+
+
+@dataclass
+class MemorySink:
+    """A table in the driver's memory, queryable under the query's name."""
+
+    name: str
+    complete: bool
+    reads_once: bool = True
+    _sink: Any = field(default=None, init=False)
+
+    def create_view(self, spark: SparkSession, schema: StructType) -> None:
+        """Make the table known before the first epoch."""
+        jvm: Any = spark._jvm
+        self._sink = jvm.org.apache.spark.sql.execution.streaming.sources.MemorySink()
+        java_schema = spark.createDataFrame([], schema)._jdf.schema()
+        attributes = jvm.org.apache.spark.sql.catalyst.types.DataTypeUtils.toAttributes(java_schema)
+        plan = jvm.org.apache.spark.sql.execution.streaming.sources.MemoryPlan(self._sink, attributes)
+        table = jvm.org.apache.spark.sql.classic.Dataset.ofRows(spark._jsparkSession, plan)
+        table.createOrReplaceTempView(self.name)
+
+    def write(self, rows: DataFrame, epoch: int) -> None:
+        self._sink.write(epoch, self.complete, rows._jdf.collect())
+
+
+@dataclass
+class NoopSink:
+    """Runs everything and keeps nothing."""
+
+    reads_once: bool = True
+
+    def write(self, rows: DataFrame, epoch: int) -> None:
+        del epoch
+        rows.write.format("noop").mode("append").save()
+
+
+@dataclass
+class ConsoleSink:
+    """Prints the first rows of each epoch, as Spark's console sink does."""
+
+    row_limit: int = 20
+    truncate: bool = True
+    reads_once: bool = False
+
+    def write(self, rows: DataFrame, epoch: int) -> None:
+        line = "-" * 43
+        text = rows._jdf.showString(self.row_limit, 20 if self.truncate else 0, False)
+        print(f"{line}\nBatch: {epoch}\n{line}\n{text}", flush=True)
+
+
+@dataclass
+class ForeachBatchSink:
+    """The user's own function of (rows, epoch). Exactly once if the function is idempotent for an epoch."""
+
+    function: Callable[[DataFrame, int], Any]
+    reads_once: bool = False
+
+    def write(self, rows: DataFrame, epoch: int) -> None:
+        try:
+            self.function(rows, epoch)
+        except Exception as error:
+            raise EpochError(
+                f"The foreachBatch function failed in epoch {epoch}: {type(error).__name__}: {error}. The epoch is "
+                "not committed. Correct the function and start the query again: it resumes with this epoch."
+            ) from error
+
+
+def _class(jvm: Any, name: str) -> Any:
+    found = jvm
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,43 @@
+"""What the epoch loop needs of a stateful stage, and what a stage gets to know about its epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pyspark.sql import DataFrame
+
+from anabranch.core.schemas import StageSpec
+from anabranch.wire.routed import StageAccess
+
+
+@dataclass(frozen=True)
+class EpochContext:
+    """The facts of one epoch that stages may depend on."""
+
+    epoch: int
+    processing_time_ms: int
+    #: The event time up to which input is complete; None without a watermark.
+    watermark_ms: int | None
+    #: Complete output mode: a stage emits all of its state, not only what changed.
+    complete: bool
+
+
+class StatefulStage(Protocol):
+    """A stage with a key and state variables."""
+
+    @property
+    def spec(self) -> StageSpec: ...
+
+    @property
+    def parallelism(self) -> int | None:
+        """The number of partitions; None for the job's default."""
+
+    def project(self, rows: DataFrame) -> DataFrame:
+        """The stateless half of the stage, which runs before rows are placed. Works on streaming DataFrames too."""
+
+    def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
+        """Place projected rows by key group and run the stage's logic against the state."""
+
+    def present(self, variable: str, state: DataFrame) -> DataFrame:
+        """Rows of a state variable as the user should see them."""

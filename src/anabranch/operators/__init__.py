@@ -1,0 +1,1 @@
+"""The stateful stages: aggregate, window, join, dedup, process; written on the state client."""

@@ -1,0 +1,1 @@
+"""Built-in aggregates: Spark pre-aggregates each epoch in the JVM, tasks merge columns with state."""

@@ -1,0 +1,84 @@
+"""From Arrow columns to the pandas frames that a processor gets: one conversion, many slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from pyspark.sql.conversion import ArrowBatchTransformer
+
+from anabranch.operators.process.columns import python_values, tuples_of
+from anabranch.operators.process.program import FrameSettings
+
+
+def frame_of(rows: pa.Table, settings: FrameSettings) -> pd.DataFrame:
+    """The rows as Spark gives them to a processor: numbers are 64 bits wide, timestamps naive in session time."""
+    columns: list[Any] = ArrowBatchTransformer.to_pandas(
+        rows, timezone=settings.timezone, prefer_int_ext_dtype=settings.prefer_int_extension
+    )
+    # Spark rebuilds frames from single values, in which numpy's narrow numbers become Python's.
+    frame: pd.DataFrame = pd.concat([_widened(column) for column in columns], axis="columns")
+    # Fresh memory, so that user code may write into a frame; and few blocks, so that slicing is cheap.
+    return frame.copy()
+
+
+def _widened(series: Any) -> Any:
+    dtype = series.dtype
+    if isinstance(dtype, np.dtype):
+        if dtype.kind in "iu" and dtype.itemsize < 8:
+            return series.astype(np.int64)
+        if dtype.kind == "f" and dtype.itemsize < 8:
+            return series.astype(np.float64)
+    return series
+
+
+def slicer_of(frame: pd.DataFrame) -> Callable[[int, int], pd.DataFrame]:
+    """A function that gives the rows from start to stop as a frame of their own, numbered from 0.
+
+    Slices share the frame's memory: rows go to one slice only, so writing into one does no harm to another.
+    """
+    if not _CAN_SLICE_BLOCKS:
+        return lambda start, stop: frame.iloc[start:stop].reset_index(drop=True)
+    blocks: Any = frame._mgr
+    from_blocks: Any = pd.DataFrame._from_mgr  # type: ignore[attr-defined]
+    numbered: Any = pd.RangeIndex._simple_new  # type: ignore[attr-defined]
+    columns: Any = frame.columns
+
+    def cut(start: int, stop: int) -> pd.DataFrame:
+        part = blocks.get_slice(slice(start, stop), axis=1)
+        # Indexes of its own, as user code may name them.
+        part.axes = [columns._view(), numbered(range(stop - start))]
+        return from_blocks(part, part.axes)  # type: ignore[no-any-return]
+
+    return cut
+
+
+def _can_slice_blocks() -> bool:
+    """Whether the inner interface that slices without overhead is there, in this version of pandas."""
+    probe = pd.DataFrame({"a": [1, 2], "b": ["x", "y"]})
+    try:
+        blocks: Any = probe._mgr
+        part = blocks.get_slice(slice(1, 2), axis=1)
+        part.axes = [probe.columns._view(), pd.RangeIndex._simple_new(range(1))]  # type: ignore[attr-defined]
+        found = pd.DataFrame._from_mgr(part, part.axes)  # type: ignore[attr-defined]
+        return bool(found.equals(pd.DataFrame({"a": [2], "b": ["y"]})))
+    except (AttributeError, TypeError):
+        return False
+
+
+_CAN_SLICE_BLOCKS = _can_slice_blocks()
+
+
+def frame_keys(keys: pa.Table, settings: FrameSettings) -> list[tuple[Any, ...]]:
+    """Keys as Spark gives them to a processor of frames: timestamps are pandas', nulls are None."""
+    columns = []
+    for number, column in enumerate(keys.columns):
+        if pa.types.is_timestamp(column.type) or pa.types.is_nested(column.type):
+            (series,) = ArrowBatchTransformer.to_pandas(keys.select([number]), timezone=settings.timezone)
+            columns.append([None if value is pd.NaT else value for value in series])
+        else:
+            columns.append(python_values(column))
+    return tuples_of(columns, keys.num_rows)

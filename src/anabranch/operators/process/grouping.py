@@ -1,0 +1,126 @@
+"""Brings the rows of each key together, in columns: the order of arrival is kept within a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from anabranch.core.schemas import HASH
+
+Numbers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The input of a task by key: the rows of key number i are those from offsets[i] to offsets[i + 1]."""
+
+    #: HASH and the key fields under their real names and types: one row for each key.
+    keys: pa.Table
+    #: The key fields as they came, which is how user code sees them: a timestamp has the session's time zone.
+    given_keys: pa.Table
+    #: The user's columns.
+    rows: pa.Table
+    offsets: Numbers
+
+    def windows(self, rows_max: int) -> Iterator[tuple[int, int]]:
+        """Runs of keys (first, end) with at most this many rows; a key with more makes a run of its own."""
+        first, keys = 0, len(self.offsets) - 1
+        while first < keys:
+            end = int(np.searchsorted(self.offsets, self.offsets[first] + rows_max, side="right")) - 1
+            end = max(end, first + 1)
+            yield first, end
+            first = end
+
+
+def group_rows(batches: Iterable[pa.RecordBatch], key: pa.Schema) -> Groups:
+    """Groups batches with the columns HASH, those of the key, and the user's, in this order."""
+    keys_schema = pa.schema([pa.field(HASH, pa.int64()), *key])
+    parts = list(batches)
+    if not any(part.num_rows for part in parts):
+        return Groups(keys_schema.empty_table(), pa.table({}), pa.table({}), np.zeros(1, np.int64))
+    table = pa.Table.from_batches(parts).combine_chunks()
+    width = len(keys_schema)
+    # By position: the key's columns go by other names on the way, as the user's may have the same.
+    keys = pa.Table.from_arrays(
+        [column.cast(field.type) for column, field in zip(table.columns[:width], keys_schema, strict=True)],
+        schema=keys_schema,
+    )
+    given_keys = table.select(list(range(1, width)))
+    rows = table.select(list(range(width, table.num_columns)))
+    hashes = keys.column(0).to_numpy()
+    order = np.argsort(hashes, kind="stable")
+    hashes = hashes[order]
+    same_hash = hashes[1:] == hashes[:-1]
+    if not same_hash.any():
+        return Groups(keys, given_keys, rows, np.arange(len(hashes) + 1))
+    keys, rows = keys.take(order), rows.take(order)
+    new_key = ~same_hash
+    differs = np.zeros(len(same_hash), np.bool_)
+    for column in keys.columns[1:]:
+        differs |= _differs_from_previous(column)
+    if (same_hash & differs).any():
+        # Two keys share a hash: rare enough to be slow.
+        untangled = _untangled(hashes, keys)
+        keys, rows, order = keys.take(untangled), rows.take(untangled), order[untangled]
+        for column in keys.columns:
+            new_key |= _differs_from_previous(column)
+    offsets = np.concatenate(([0], np.flatnonzero(new_key) + 1, [len(hashes)])).astype(np.int64)
+    given_keys = given_keys.take(order[offsets[:-1]])
+    return Groups(keys.take(offsets[:-1]), given_keys, rows, offsets)
+
+
+def _differs_from_previous(column: pa.ChunkedArray) -> Flags:
+    """For every row but the first: does it differ from the row before? Nulls are equal, and so are NaNs."""
+    values = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(values, pa.ChunkedArray):  # too large for one array
+        values = pa.concat_arrays(values.chunks)
+    here, before = values.slice(1), values.slice(0, len(values) - 1)
+    null_here, null_before = _flags(here.is_null()), _flags(before.is_null())
+    both = ~(null_here | null_before)
+    if pa.types.is_struct(values.type):
+        differs = np.zeros(len(here), np.bool_)
+        for child in values.flatten():
+            differs |= _differs_from_previous(child)
+    elif pa.types.is_nested(values.type):
+        # Arrow does not compare lists. Arrays as keys are rare.
+        listed = values.to_pylist()
+        pairs = zip(listed[1:], listed[:-1], strict=True)
+        differs = np.fromiter((frozen(a) != frozen(b) for a, b in pairs), np.bool_, len(here))
+    else:
+        differs = _flags(pc.fill_null(pc.not_equal(here, before), False))
+        if pa.types.is_floating(values.type):
+            nan_here, nan_before = (_flags(pc.fill_null(pc.is_nan(side), False)) for side in (here, before))
+            differs &= ~(nan_here & nan_before)
+    different: Flags = (differs & both) | (null_here != null_before)
+    return different
+
+
+def _untangled(hashes: Numbers, keys: pa.Table) -> Numbers:
+    """An order in which equal keys are neighbours, also where different keys have the same hash."""
+    numbers: dict[object, int] = {}
+    first_seen = np.empty(len(hashes), np.int64)
+    for position, key in enumerate(zip(*[column.to_pylist() for column in keys.columns], strict=True)):
+        first_seen[position] = numbers.setdefault(frozen(key), position)
+    return np.lexsort((first_seen, hashes))
+
+
+def frozen(value: object) -> object:
+    """A hashable form of a key: NaN equals NaN, lists and structs are compared by what they hold."""
+    if isinstance(value, float) and value != value:
+        return "NaN", float
+    if isinstance(value, list | tuple):
+        return tuple(map(frozen, value))
+    if isinstance(value, dict):
+        return tuple((name, frozen(item)) for name, item in value.items())
+    return value
+
+
+def _flags(array: pa.Array) -> Flags:
+    flags: Flags = array.to_numpy(zero_copy_only=False)
+    return flags

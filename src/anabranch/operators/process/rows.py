@@ -1,0 +1,91 @@
+"""Runs a processor of rows: Spark's transformWithState."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice, pairwise
+
+import pyarrow as pa
+from pyspark.sql.streaming.stateful_processor import TimerValues
+from pyspark.sql.types import Row
+
+from anabranch.core.errors import AnabranchError
+from anabranch.operators.process.columns import python_values, row_class, rows_of, tuples_of
+from anabranch.operators.process.grouping import Groups
+from anabranch.operators.process.program import ROWS_MAX, Program
+from anabranch.operators.process.row_output import RowOutput
+from anabranch.operators.process.task import for_key, run_task, user_error
+from anabranch.operators.process.variable import Cursor
+from anabranch.operators.state import StageState
+
+
+def run_rows(
+    batches: Iterable[pa.RecordBatch],
+    program: Program,
+    state: StageState,
+    timers: TimerValues | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """The output of one task whose processor takes and yields Rows.
+
+    Batches have the columns HASH, those of the key, and the user's, in this order. Output batches have the
+    schema ``program.output_schema``.
+    """
+    return run_task(batches, program, state, timers, _RowRunner)
+
+
+class _RowRunner:
+    def __init__(self, program: Program, groups: Groups, cursor: Cursor, timers: TimerValues) -> None:
+        self._program = program
+        self._groups = groups
+        self._cursor = cursor
+        self._timers = timers
+        self._row = row_class(groups.rows.column_names)
+        self._output = RowOutput(program)
+
+    def run(self, first: int, end: int) -> Iterator[pa.RecordBatch]:
+        program, cursor, timers = self._program, self._cursor, self._timers
+        handle = program.processor.handleInputRows
+        batch = self._output.batch
+        yielded: list[Row] = []
+        key: tuple[object, ...] = ()
+        inputs = self._inputs(first, end)
+        try:
+            # A loop over keys, as user code is called for each: the rest of the work is done around it.
+            for position, (key, rows) in enumerate(inputs):
+                cursor.key = position
+                results: Iterator[Row] = iter(handle(key, rows, timers))  # type: ignore[arg-type]
+                yielded.extend(islice(results, ROWS_MAX))
+                while len(yielded) >= ROWS_MAX:
+                    yield batch(yielded[:ROWS_MAX])
+                    del yielded[:ROWS_MAX]
+                    yielded.extend(islice(results, ROWS_MAX))
+        except AnabranchError:
+            raise
+        except Exception as error:
+            raise user_error(program, for_key(key), error) from error
+        if yielded:
+            yield batch(yielded)
+
+    def _inputs(self, first: int, end: int) -> Iterator[tuple[tuple[object, ...], Iterator[Row]]]:
+        groups = self._groups
+        given = groups.given_keys.slice(first, end - first)
+        keys = tuples_of([python_values(column) for column in given.columns], end - first)
+        offsets = groups.offsets[first : end + 1].tolist()
+        if offsets[-1] - offsets[0] > ROWS_MAX:
+            return iter([(keys[0], self._in_pieces(offsets[0], offsets[-1]))])
+        rows = self._rows(offsets[0], offsets[-1])
+        base = offsets[0]
+        return (
+            (key, iter(rows[start - base : stop - base]))
+            for key, (start, stop) in zip(keys, pairwise(offsets), strict=True)
+        )
+
+    def _rows(self, start: int, stop: int) -> list[Row]:
+        part = self._groups.rows.slice(start, stop - start)
+        columns = [python_values(column) for column in part.columns]
+        return rows_of(self._row, tuples_of(columns, stop - start))
+
+    def _in_pieces(self, start: int, stop: int) -> Iterator[Row]:
+        """The rows of a large key, converted as user code asks for them."""
+        pieces = range(start, stop, ROWS_MAX)
+        return chain.from_iterable(self._rows(piece, min(piece + ROWS_MAX, stop)) for piece in pieces)

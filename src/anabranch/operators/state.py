@@ -1,0 +1,24 @@
+"""What a stateful stage needs from the state workers: one read and one write per task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import pyarrow as pa
+
+
+class StageState(Protocol):
+    """The state of one stage as one task sees it: that of the epoch before, and a place for its changes."""
+
+    def read(self, keys: pa.Table) -> Mapping[str, pa.Table]:
+        """The stored entries of distinct keys (schema ``layout.keys``), by state variable.
+
+        Each table has the schema ``layout.answers``: INDEX is the row of the key in ``keys``, and rows are
+        ordered by INDEX, and by position within a list.
+        """
+        ...
+
+    def write(self, changes: Mapping[str, pa.Table]) -> None:
+        """Stages the changes of the task (schema ``layout.changes``), by state variable."""
+        ...

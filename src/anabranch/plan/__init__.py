@@ -1,0 +1,1 @@
+"""From logical stages to physical ones: validation and explain."""

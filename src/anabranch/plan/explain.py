@@ -1,0 +1,50 @@
+"""The three plans of a query as text: what the user wrote, what Spark and the workers run, and who owns what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from anabranch.core.routes import Route
+from anabranch.core.settings import Settings
+from anabranch.plan.pipeline import Pipeline
+
+
+def explain_logical(pipeline: Pipeline, sink: str | None) -> list[str]:
+    lines = ["== Logical plan =="]
+    for stage in pipeline.stages:
+        mark = "*" if stage.stateful else " "
+        name = "" if stage.name == f"stage{stage.number}" else f" {stage.name!r}"
+        parallelism = f" parallelism={stage.parallelism}" if stage.parallelism else ""
+        lines.append(f"{mark}{stage.number}{name}{parallelism}: {' -> '.join(stage.operations) or '-'}")
+    if sink is not None:
+        lines.append(f" {len(pipeline.stages)} 'sink': {sink}")
+    lines.append("(* stateful: key and state live in the state workers)")
+    return lines
+
+
+def explain_physical(pipeline: Pipeline, settings: Settings, default_parallelism: int) -> list[str]:
+    lines = ["== Physical plan ==", "Spark, before the first stateful stage: one streaming DataFrame"]
+    for segment in pipeline.segments:
+        spec = segment.stage.spec
+        partitions = segment.stage.parallelism or default_parallelism
+        keys = ", ".join(f"{field.name}: {field.type}" for field in spec.key)
+        lines.append(f"Stage {spec.number} {spec.name!r}: repartitionById({partitions}) by key group of [{keys}]")
+        for variable in spec.variables:
+            layout = spec.layouts[variable.name]
+            fields = ", ".join(f"{field.name}: {field.type}" for field in [*layout.subkey, *layout.value])
+            lines.append(f"  state {variable.name!r} ({variable.kind}) [{fields}]")
+        lines += [f"  then {operation}" for operation in segment.after]
+        if not segment.one_to_one:
+            lines.append("  (output materialised: the operations after it may read it more than once)")
+    lines.append(f"State: {settings.worker_count} workers, store {settings.store}, {settings.key_groups} key groups")
+    return lines
+
+
+def explain_routes(route: Route | None, addresses: Sequence[tuple[str, str]]) -> list[str]:
+    lines = ["== Routes =="]
+    if route is None:
+        return [*lines, "none yet: the query has not been started"]
+    lines.append(f"version {route.version}, from epoch {route.first_epoch}")
+    for worker, address in addresses:
+        lines.append(f"  {worker} at {address}: {len(route.groups_of(worker))} key groups")  # type: ignore[arg-type]
+    return lines

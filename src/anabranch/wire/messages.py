@@ -1,0 +1,190 @@
+"""What the Spark application asks of a state worker: one frozen dataclass for each request.
+
+A request is a Flight action whose type is the class name in snake case; its header is the dataclass as JSON, checked
+field by field when it arrives. Tables (keys, changes) travel beside the header, named after their state variable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from anabranch.core.errors import WorkerError
+
+#: The name of the one table of a Read: the keys whose state is asked for.
+KEYS = "keys"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What every request carries."""
+
+    #: The shared secret, if the worker asks for one.
+    token: str = ""
+
+    kinds: ClassVar[dict[str, type[Request]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Request.kinds[cls.kind()] = cls
+
+    @classmethod
+    def kind(cls) -> str:
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def header(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health(Request):
+    """Is the worker alive, and what does it hold? Answers with its id, pid, store and jobs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest(Request):
+    """What every request about a job carries."""
+
+    job: str
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRequest(JobRequest):
+    """What every request about an epoch carries: its number, and which run of it this is."""
+
+    epoch: int
+    run: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenJob(JobRequest):
+    """Take part in a job. Whatever this worker held of it for an older generation is forgotten."""
+
+    key_groups: int
+    #: The epoch whose state the job resumes from, and [generation, run] that committed it, if there is one.
+    committed_epoch: int
+    committed_by: list[int]
+    #: StageSpec.to_json of every stateful stage.
+    stages: list[dict[str, Any]]
+    checkpoint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore(JobRequest):
+    """Load the named key groups from change files, oldest first."""
+
+    groups: list[int]
+    #: ChangeFile as JSON.
+    files: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin(EpochRequest):
+    """Epoch `epoch` begins, so Spark has committed the one before."""
+
+    #: The routing in force, for tasks that do not cache it.
+    routing: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookUpRoute(JobRequest):
+    """Which route is in force? Asked by tasks that do not cache routes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read(EpochRequest):
+    """The entries of the given keys in all state variables of a stage, as of the epoch before `epoch`."""
+
+    stage: int
+    #: With key groups: also every other row of these groups (complete output mode).
+    rest_of_groups: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Write(EpochRequest):
+    """Stage the changes of one task attempt, and seal it with the last chunk. Chunk 0 replaces what was staged."""
+
+    stage: int
+    partition: int
+    attempt: int
+    chunk: int
+    last: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seals(EpochRequest):
+    """Which attempts have been sealed in `epoch`?"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare(EpochRequest):
+    """Make the chosen attempts ([stage, partition, attempt]) durable; answers with the change files."""
+
+    chosen: list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit(EpochRequest):
+    """The manifest is written: the prepared changes are part of the state from now on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abort(EpochRequest):
+    """Forget what was staged in `epoch`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Describe(JobRequest):
+    """Rows and bytes of state that this worker holds of the job, by stage and variable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CloseJob(JobRequest):
+    """Forget the job and free its memory and disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan(JobRequest):
+    """All rows of one state variable as of a committed epoch. A Flight ticket, not an action."""
+
+    epoch: int
+    stage: int
+    variable: str
+
+
+def decode(kind: str, header: dict[str, Any]) -> Request:
+    """Make a request from what came over the network, or say what is wrong with it."""
+    request_class = Request.kinds.get(kind)
+    if request_class is None:
+        raise WorkerError(f"Unknown request {kind!r}. Make sure that driver and workers run the same version.")
+    hints = typing.get_type_hints(request_class)
+    fields = {f.name: f for f in dataclasses.fields(request_class)}
+    if unknown := sorted(set(header) - set(fields)):
+        raise WorkerError(f"The request {kind!r} has unknown fields {unknown}. Run the same version everywhere.")
+    for name, declared in fields.items():
+        if name not in header:
+            if declared.default is dataclasses.MISSING and declared.default_factory is dataclasses.MISSING:
+                raise WorkerError(f"The request {kind!r} lacks the field {name!r}. Run the same version everywhere.")
+        elif not _matches(header[name], hints[name]):
+            raise WorkerError(f"The field {name!r} of the request {kind!r} is not of type {hints[name]}.")
+    return request_class(**header)
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+    if origin is list:
+        return isinstance(value, list) and all(_matches(item, arguments[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_matches(item, arguments[1]) for item in value.values())
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(value, argument) for argument in arguments)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)

@@ -1,0 +1,316 @@
+"""One job on one worker: carries out what the transaction machine decides on the state of the job's variables."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from anabranch.checkpoint import paths
+from anabranch.checkpoint.changes import read_changes, write_changes
+from anabranch.checkpoint.manifests import ChangeFile
+from anabranch.checkpoint.storage import Storage
+from anabranch.core import requests
+from anabranch.core.errors import EpochError, FencedError, WorkerError
+from anabranch.core.ids import Attempt, Epoch, Generation, Partition, StageNumber, WorkerId
+from anabranch.core.requests import Refusal, Run, RunId, StageAttempt
+from anabranch.core.schemas import StageSpec
+from anabranch.core.transactions import TransactionMachine
+from anabranch.wire import messages
+from anabranch.wire.routed import REST
+from anabranch.worker.layers import VariableState
+from anabranch.worker.stores import open_store
+
+logger = logging.getLogger(__name__)
+
+Tables = dict[str, pa.Table]
+#: Layers that may wait for the background fold before a new epoch has to wait for it.
+_MAX_UNFOLDED = 3
+
+
+class WorkerJob:
+    """The state of one job. Requests come from several threads; the machine decides about one at a time."""
+
+    def __init__(self, worker: WorkerId, job: str, store: str, directory: Path | None) -> None:
+        self._worker = worker
+        self._job = job
+        self._store = store
+        self._directory = directory
+        self._lock = threading.RLock()
+        self._machine = TransactionMachine()
+        self._folder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fold")
+        self._folds: list[Future[None]] = []
+        self._key_groups = 0
+        self._storage: Storage | None = None
+        self._stages: dict[int, StageSpec] = {}
+        self._states: dict[tuple[int, str], VariableState] = {}
+        #: Changes of each attempt, by variable, in the order in which they came.
+        self._staged: dict[StageAttempt, list[Tables]] = {}
+        #: The chosen changes of the epoch that is prepared, by stage and variable.
+        self._prepared: dict[tuple[int, str], pa.Table] = {}
+        self._routing: dict[str, Any] = {}
+
+    def open(self, request: messages.OpenJob) -> dict[str, Any]:
+        """Start over with empty state for a new generation; the driver restores it from the checkpoint."""
+        by = RunId(Generation(request.committed_by[0]), Run(request.committed_by[1])) if request.committed_by else None
+        with self._lock:
+            self._carry_out(
+                self._machine.handle(
+                    requests.Open(
+                        generation=Generation(request.generation),
+                        committed_epoch=Epoch(request.committed_epoch),
+                        committed_by=by,
+                    )
+                )
+            )
+            self._key_groups = request.key_groups
+            self._storage = Storage(request.checkpoint)
+            self._stages = {spec["number"]: StageSpec.from_json(spec) for spec in request.stages}
+            self._reset()
+        return {"worker": self._worker}
+
+    def restore(self, request: messages.Restore) -> dict[str, Any]:
+        """Load change files, oldest first."""
+        with self._lock:
+            self._check_generation(request)
+            rows = 0
+            for document in request.files:
+                file = ChangeFile(**document)
+                state = self._state(file.stage, file.variable)
+                changes = read_changes(self._checkpoint(), file, state.layout, request.groups)
+                state.load(changes)
+                rows += changes.num_rows
+        return {"rows": rows}
+
+    def begin(self, request: messages.Begin) -> dict[str, Any]:
+        with self._lock:
+            self._carry_out(self._machine.handle(requests.Begin(**_epoch(request))))
+            self._routing = request.routing
+            self._folds = [fold for fold in self._folds if not _is_done(fold)]
+            waiting = self._folds[:-_MAX_UNFOLDED]
+        for fold in waiting:
+            fold.result()
+        return {}
+
+    def look_up_route(self, request: messages.LookUpRoute) -> dict[str, Any]:
+        with self._lock:
+            self._check_generation(request)
+            return self._routing
+
+    def read(self, request: messages.Read, tables: Tables) -> Tables:
+        with self._lock:
+            instructions = self._machine.handle(requests.Read(**_epoch(request)))
+            self._carry_out(instructions)
+            states = self._states_of(request.stage)
+        epoch = next(i.epoch for i in instructions if isinstance(i, requests.ServeState))
+        keys = tables.get(messages.KEYS)
+        if keys is None:
+            raise WorkerError("A read came without keys. Run the same version of anabranch everywhere.")
+        answers: Tables = {}
+        for name, state in states.items():
+            answers[name] = pa.Table.from_batches([state.read(keys, epoch)])
+            if request.rest_of_groups:
+                rest = list(state.scan(epoch, request.rest_of_groups, without=keys))
+                answers[REST + name] = pa.Table.from_batches(rest, schema=state.layout.rows)
+        return answers
+
+    def write(self, request: messages.Write, tables: Tables) -> dict[str, Any]:
+        attempt = StageAttempt(StageNumber(request.stage), Partition(request.partition), Attempt(request.attempt))
+        epoch = _epoch(request)
+        with self._lock:
+            checked = self._check_changes(request.stage, tables)
+            if request.chunk == 0:
+                staged = requests.Stage(**epoch, attempt=attempt, sealed=request.last)
+                self._carry_out(self._machine.handle(staged))
+                self._staged[attempt] = [checked]
+                return {}
+            pieces = self._staged.get(attempt, [])
+            if len(pieces) == request.chunk:
+                pieces.append(checked)
+            if request.last:
+                self._carry_out(self._machine.handle(requests.Seal(**epoch, attempt=attempt)))
+        return {}
+
+    def seals(self, request: messages.Seals) -> dict[str, Any]:
+        with self._lock:
+            instructions = self._machine.handle(requests.ReportSeals(**_epoch(request)))
+            self._carry_out(instructions)
+        answer = next(i for i in instructions if isinstance(i, requests.AnswerSeals))
+        return {"attempts": [list(attempt) for attempt in sorted(answer.attempts)]}
+
+    def prepare(self, request: messages.Prepare) -> dict[str, Any]:
+        chosen = frozenset(
+            StageAttempt(StageNumber(stage), Partition(partition), Attempt(attempt))
+            for stage, partition, attempt in request.chosen
+        )
+        with self._lock:
+            instructions = self._machine.handle(requests.Prepare(**_epoch(request), chosen=chosen))
+            self._carry_out(instructions)
+            files = []
+            for instruction in instructions:
+                if isinstance(instruction, requests.WriteChangeFiles):
+                    self._prepared = self._combine(instruction.attempts)
+                    files = self._write_files(instruction.epoch, instruction.run)
+        return {"files": [asdict(file) for file in files]}
+
+    def commit(self, request: messages.Commit) -> dict[str, Any]:
+        with self._lock:
+            self._carry_out(self._machine.handle(requests.Commit(**_epoch(request))))
+        return {}
+
+    def abort(self, request: messages.Abort) -> dict[str, Any]:
+        with self._lock:
+            self._carry_out(self._machine.handle(requests.Abort(**_epoch(request))))
+        return {}
+
+    def describe(self, request: messages.Describe) -> dict[str, Any]:
+        with self._lock:
+            self._check_generation(request)
+            states = dict(self._states)
+        return {
+            "variables": [
+                {"stage": stage, "variable": variable, "rows": state.rows(), "bytes": state.bytes()}
+                for (stage, variable), state in sorted(states.items())
+            ]
+        }
+
+    def scan(self, request: messages.Scan) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        with self._lock:
+            self._check_generation(request)
+            state = self._state(request.stage, request.variable)
+        return state.layout.rows, state.scan(request.epoch)
+
+    def check_generation(self, request: messages.JobRequest) -> None:
+        with self._lock:
+            self._check_generation(request)
+
+    def close(self) -> None:
+        self._folder.shutdown(wait=True)
+        with self._lock:
+            for state in self._states.values():
+                state.close()
+            self._states = {}
+
+    # ------------------------------------------------------------------------------------------ instructions
+
+    def _carry_out(self, instructions: list[requests.Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case requests.Refuse():
+                    raise _refusal(instruction)
+                case requests.DiscardAttempt():
+                    self._staged.pop(instruction.attempt, None)
+                case requests.AddLayer():
+                    self._add_layer(instruction.epoch)
+                case requests.DropLayersAfter():
+                    for state in self._states.values():
+                        state.drop_layers_after(instruction.epoch)
+                case requests.FoldUpTo():
+                    self._folds.append(self._folder.submit(self._fold, list(self._states.values()), instruction.epoch))
+
+    def _add_layer(self, epoch: Epoch) -> None:
+        for (stage, variable), state in self._states.items():
+            changes = self._prepared.get((stage, variable))
+            state.add_layer(epoch, state.layout.changes.empty_table() if changes is None else changes)
+        self._prepared = {}
+        self._staged = {}
+
+    @staticmethod
+    def _fold(states: Collection[VariableState], epoch: Epoch) -> None:
+        for state in states:
+            state.fold(epoch)
+
+    def _combine(self, attempts: Collection[StageAttempt]) -> dict[tuple[int, str], pa.Table]:
+        parts: dict[tuple[int, str], list[pa.Table]] = {}
+        for attempt in attempts:
+            for piece in self._staged.get(attempt, []):
+                for variable, table in piece.items():
+                    parts.setdefault((attempt.stage, variable), []).append(table)
+        return {key: pa.concat_tables(tables).combine_chunks() for key, tables in parts.items()}
+
+    def _write_files(self, epoch: Epoch, run: RunId) -> list[ChangeFile]:
+        files = []
+        for (stage, variable), changes in sorted(self._prepared.items()):
+            spec = self._stages[stage]
+            path = paths.change_file(
+                spec.name, variable, epoch=epoch, generation=run.generation, run=run.run, worker=self._worker
+            )
+            written = write_changes(self._checkpoint(), path, spec.layouts[variable], self._key_groups, changes)
+            files.append(ChangeFile(spec.number, variable, self._worker, path, *written))
+        return files
+
+    # ----------------------------------------------------------------------------------------------- lookups
+
+    def _reset(self) -> None:
+        for state in self._states.values():
+            state.close()
+        self._staged, self._prepared = {}, {}
+        self._states = {}
+        for spec in self._stages.values():
+            for variable, layout in spec.layouts.items():
+                folder = (
+                    self._directory / paths.safe_name(spec.name) / paths.safe_name(variable)
+                    if self._directory
+                    else None
+                )
+                store = open_store(self._store, layout, self._key_groups, folder)
+                self._states[spec.number, variable] = VariableState(layout, self._key_groups, store)
+
+    def _state(self, stage: int, variable: str) -> VariableState:
+        state = self._states.get((stage, variable))
+        if state is None:
+            known = [f"{s}/{v}" for s, v in sorted(self._states)]
+            raise WorkerError(f"Stage {stage} has no state variable {variable!r} here. There are: {known}.")
+        return state
+
+    def _states_of(self, stage: int) -> dict[str, VariableState]:
+        if stage not in self._stages:
+            raise WorkerError(f"There is no stage {stage} here. There are: {sorted(self._stages)}.")
+        return {variable: self._states[stage, variable] for variable in self._stages[stage].layouts}
+
+    def _check_changes(self, stage: int, tables: Tables) -> Tables:
+        for variable, table in tables.items():
+            layout = self._state(stage, variable).layout
+            if not table.schema.equals(layout.changes):
+                raise WorkerError(
+                    f"Changes of {variable!r} in stage {stage} have the columns {table.schema.names}, not "
+                    f"{layout.changes.names} of the declared types. Run the same version of anabranch everywhere."
+                )
+        return tables
+
+    def _check_generation(self, request: messages.JobRequest) -> None:
+        newest = self._machine.generation
+        if newest is not None and request.generation < newest:
+            raise FencedError(
+                f"A newer driver (generation {newest}) has taken over this job; this one is generation "
+                f"{request.generation}. Stop this query: one checkpoint belongs to one running query."
+            )
+
+    def _checkpoint(self) -> Storage:
+        if self._storage is None:
+            raise WorkerError("The job has not been opened on this worker. Start the query again.")
+        return self._storage
+
+
+def _epoch(request: messages.EpochRequest) -> dict[str, Any]:
+    return {"generation": Generation(request.generation), "epoch": Epoch(request.epoch), "run": Run(request.run)}
+
+
+def _refusal(refused: requests.Refuse) -> WorkerError | EpochError:
+    if refused.reason is Refusal.FENCED:
+        return FencedError(refused.message)
+    return WorkerError(refused.message)
+
+
+def _is_done(fold: Future[None]) -> bool:
+    """Whether a fold has ended; its error, if it has one, comes to light here."""
+    if not fold.done():
+        return False
+    fold.result()
+    return True

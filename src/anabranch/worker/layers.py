@@ -1,0 +1,240 @@
+"""The versioned state of one variable: a store, and above it one layer for each of the latest epochs.
+
+Readers look into the layers first, newest first, then into the store. A fold merges the oldest layers into the store
+and takes each away only when all of it is there; as a layer says the same as what it became in the store, a reader
+sees every key correctly at every moment.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pyarrow as pa
+
+from anabranch.core.errors import EpochError
+from anabranch.core.schemas import Layout, VariableKind
+from anabranch.worker.layer import Layer, ValueLayer, make_layer, read_through
+from anabranch.worker.rows import Entries, Keys, Rows, VariableCodec
+from anabranch.worker.stores import Store
+from anabranch.worker.table import RowTable
+
+_BATCH_ROWS = 1 << 16
+#: Keys of a new layer that are looked up, to estimate how many of them are new.
+_GROWTH_SAMPLES = 512
+
+
+class VariableState:
+    """The state of one variable as of each epoch that is still told apart. Any thread may call any method."""
+
+    def __init__(self, layout: Layout, key_groups: int, store: Store) -> None:
+        self.layout = layout
+        self._codec = VariableCodec(layout)
+        self._shape = self._codec.shape(key_groups)
+        self._store = store
+        #: Guards the attributes below; never held while state is read or written.
+        self._changed = threading.Condition()
+        #: Oldest first.
+        self._layers: tuple[Layer, ...] = ()
+        self._oldest: int | None = None
+        #: The epochs that are being read now, each by how many.
+        self._readers: Counter[int] = Counter()
+        #: Held while layers are merged into the store, or the store loses key groups.
+        self._folding = threading.Lock()
+
+    @property
+    def newest(self) -> int | None:
+        """The newest epoch that changed the state, or None if none did."""
+        with self._changed:
+            return self._newest()
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest epoch that can be read; None if nothing has been folded, so that every epoch can."""
+        with self._changed:
+            return self._oldest
+
+    def read(self, keys: pa.Table | pa.RecordBatch, epoch: int) -> pa.RecordBatch:
+        """The entries of these keys as of the end of an epoch: ``layout.answers``, ordered by index, lists by position.
+
+        An epoch newer than the newest layer has the same state as that.
+        """
+        wanted = self._codec.encode_keys(keys)
+        with self._reading(epoch) as layers:
+            entries = read_through(wanted, layers, self._store, self._shape)
+        return self._codec.decode_answers(self._by_position(entries))
+
+    def add_layer(self, epoch: int, changes: pa.Table) -> None:
+        """Make the changes of an epoch, ``layout.changes``, part of the state."""
+        self._check_new(epoch)
+        layer = make_layer(epoch, self._codec.encode_changes(changes), self._shape)
+        if isinstance(layer, ValueLayer):
+            layer.growth = self._growth_of(layer)
+        with self._changed:
+            self._check_new(epoch)
+            self._layers = (*self._layers, layer)
+
+    def drop_layers_after(self, epoch: int) -> None:
+        """Roll back: forget the epochs after this one."""
+        with self._changed:
+            self._check_held(epoch)
+            self._layers = tuple(layer for layer in self._layers if layer.epoch <= epoch)
+
+    def fold(self, up_to: int) -> None:
+        """Merge the layers up to an epoch into the store, oldest first; older epochs can no longer be read.
+
+        Meant to run in a thread of its own. It waits for those who read older epochs; nobody waits for it, except that
+        rows in memory change some milliseconds at a time. If it fails, nothing is lost: call it again.
+        """
+        with self._folding:
+            with self._changed:
+                folding = [layer for layer in self._layers if layer.epoch <= up_to]
+                if not folding:
+                    return
+                oldest = self._oldest = folding[-1].epoch
+                self._changed.wait_for(lambda: not any(epoch < oldest for epoch in self._readers))
+            for layer in folding:
+                self._store.apply(layer.changes)
+                with self._changed:
+                    self._layers = tuple(kept for kept in self._layers if kept is not layer)
+
+    def scan(
+        self, epoch: int, groups: Collection[int] | None = None, without: pa.Table | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Whole rows, ``layout.rows``, as of the end of an epoch, in bounded batches and no order.
+
+        Of these key groups (None: of all), leaving out the keys in ``without`` (``layout.keys``). The rows are those
+        of the moment of the call, whatever changes while they are consumed; a store in memory copies them for that.
+        """
+        seen = RowTable(self._shape.key_width, 0)
+        if without is not None:
+            _add(seen, self._codec.encode_keys(without))
+        with self._reading(epoch) as layers:
+            changed = self._changed_keys(layers, groups, seen)
+            entries = read_through(changed, layers, self._store, self._shape)
+            below = self._store.snapshot(groups)
+        return self._batches(changed, entries, below, seen)
+
+    def load(self, changes: pa.Table) -> None:
+        """Restore: apply changes straight to the store, below all layers."""
+        self._store.apply(self._codec.encode_changes(changes))
+
+    def drop_groups(self, groups: Collection[int]) -> None:
+        """Forget these key groups, in every epoch."""
+        dropped = self._shape.chosen(groups)
+        with self._folding:
+            kept = {layer: layer.without(dropped, self._shape) for layer in self._layers}
+            with self._changed:
+                self._layers = tuple(kept.get(layer, layer) for layer in self._layers)
+            self._store.drop_groups(groups)
+
+    def rows(self) -> int:
+        """How many entries there are as of the newest layer: exact when all layers are folded.
+
+        What a layer adds is estimated: of a value variable, from a sample of its keys; of a list or map, as puts less
+        deletes.
+        """
+        with self._changed:
+            growth = sum(layer.growth for layer in self._layers)
+        return max(self._store.rows() + growth, 0)
+
+    def bytes(self) -> int:
+        """The memory or disk space held."""
+        with self._changed:
+            layers = self._layers
+        return self._store.size_bytes() + sum(layer.size_bytes for layer in layers)
+
+    def close(self) -> None:
+        """Let go of everything, files included: they are only a cache of the checkpoint."""
+        with self._folding:
+            with self._changed:
+                self._layers = ()
+            self._store.destroy()
+
+    @property
+    def _name(self) -> str:
+        return self.layout.variable.name
+
+    def _newest(self) -> int | None:
+        return self._layers[-1].epoch if self._layers else self._oldest
+
+    def _check_new(self, epoch: int) -> None:
+        with self._changed:
+            newest = self._newest()
+            if newest is not None and epoch <= newest:
+                raise EpochError(
+                    f"State variable '{self._name}' has the changes of epoch {newest} already, and was given those of "
+                    f"epoch {epoch}. Roll back the newer epochs first."
+                )
+
+    def _check_held(self, epoch: int) -> None:
+        if self._oldest is not None and epoch < self._oldest:
+            raise EpochError(
+                f"State variable '{self._name}' is no longer held as of epoch {epoch}: it has been merged up to epoch "
+                f"{self._oldest}. Use that epoch or a newer one, or restore the older one from the checkpoint."
+            )
+
+    @contextmanager
+    def _reading(self, epoch: int) -> Iterator[tuple[Layer, ...]]:
+        """The layers that make up an epoch; nothing newer gets into the store meanwhile."""
+        with self._changed:
+            self._check_held(epoch)
+            self._readers[epoch] += 1
+            layers = tuple(layer for layer in self._layers if layer.epoch <= epoch)
+        try:
+            yield layers
+        finally:
+            with self._changed:
+                self._readers[epoch] -= 1
+                if not self._readers[epoch]:
+                    del self._readers[epoch]
+                self._changed.notify_all()
+
+    def _by_position(self, entries: Entries) -> Entries:
+        """Lists in the order of their positions, which no store promises."""
+        if self._shape.kind is not VariableKind.LIST:
+            return entries
+        positions = self._codec.subkey.decode(entries.subkeys)[0].to_numpy()
+        rising = (entries.index[1:] > entries.index[:-1]) | (positions[1:] > positions[:-1])
+        return entries if rising.all() else entries.take(np.lexsort((positions, entries.index)))
+
+    def _growth_of(self, layer: Layer) -> int:
+        keys = layer.keys()
+        sample = keys.take(np.arange(0, len(keys), len(keys) // _GROWTH_SAMPLES + 1))
+        if not len(sample):
+            return 0
+        with self._reading(layer.epoch) as layers:
+            before = len(read_through(sample, layers, self._store, self._shape))
+            after = len(read_through(sample, (*layers, layer), self._store, self._shape))
+        return round((after - before) * len(keys) / len(sample))
+
+    def _changed_keys(self, layers: Collection[Layer], groups: Collection[int] | None, seen: RowTable) -> Keys:
+        """The keys, of these key groups and not yet seen, that any layer knows; now they have been seen."""
+        before = seen.rows()
+        for layer in layers:
+            keys = layer.keys()
+            if groups is not None:
+                keys = keys.take(self._shape.chosen(groups)[self._shape.groups_of(keys.hashes)])
+            _add(seen, keys)
+        added = np.setdiff1d(seen.rows(), before, assume_unique=True)
+        return Keys(seen.hashes(added), seen.keys(added))
+
+    def _batches(
+        self, changed: Keys, entries: Entries, below: Iterator[Rows], seen: RowTable
+    ) -> Iterator[pa.RecordBatch]:
+        for start in range(0, len(entries), _BATCH_ROWS):
+            part = entries.take(np.arange(start, min(start + _BATCH_ROWS, len(entries))))
+            keys = changed.take(part.index)
+            yield self._codec.decode_rows(Rows(keys.hashes, keys.keys, part.subkeys, part.values))
+        for rows in below:
+            rest = rows.take(seen.find(rows.hashes, rows.keys) < 0) if len(seen) else rows
+            if len(rest):
+                yield self._codec.decode_rows(rest)
+
+
+def _add(table: RowTable, keys: Keys) -> None:
+    table.reserve(len(keys))
+    table.put(keys.hashes, keys.keys)

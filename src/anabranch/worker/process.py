@@ -1,0 +1,127 @@
+"""The process of a state worker: starts the service, says that it is ready, and stops when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from anabranch.core.errors import SettingsError, WorkerError
+from anabranch.core.ids import WorkerId
+from anabranch.worker.service import StateService
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker is started with."""
+
+    host: str
+    #: 0: any free one.
+    port: int
+    store: str
+    #: Where local state goes; None: a temporary directory.
+    state_path: str | None
+    token: str
+    worker_id: str
+    #: Stop when standard input ends, that is, when the process that started this one is gone.
+    exit_with_parent: bool
+
+
+def run_worker(options: WorkerOptions) -> None:
+    """Serve until SIGTERM, SIGINT, or the parent's end. Prints one line of JSON when ready."""
+    _check_exposure(options)
+    _check_port(options.host, options.port)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if options.exit_with_parent:
+        threading.Thread(target=_wait_for_end_of_input, args=(stop,), daemon=True).start()
+    with _state_directory(options) as directory:
+        service = StateService(
+            f"grpc://{options.host}:{options.port}",
+            worker=WorkerId(options.worker_id),
+            store=options.store,
+            directory=directory,
+            token=options.token,
+        )
+        ready = {"worker": options.worker_id, "address": f"{options.host}:{service.port}", "pid": os.getpid()}
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+        logger.info("worker %s serves at %s:%d", options.worker_id, options.host, service.port)
+        stop.wait()
+        logger.info("worker %s stops", options.worker_id)
+        service.close()
+
+
+def _check_exposure(options: WorkerOptions) -> None:
+    if not options.token and not _is_loopback(options.host):
+        raise SettingsError(
+            f"A worker that listens on {options.host} can be reached from other machines, so it needs a token. Give "
+            "the same one to worker (--token or ANABRANCH_TOKEN) and query (anabranch.token)."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_port(host: str, port: int) -> None:
+    """gRPC shares ports between processes without a word, so whether one is free has to be asked first."""
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise WorkerError(f"Port {port} on {host} is in use. Choose another --port, or 0 for any.") from None
+            raise WorkerError(f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --host.") from None
+
+
+@contextlib.contextmanager
+def _state_directory(options: WorkerOptions) -> Iterator[Path | None]:
+    """A directory of this worker's own, gone with it: what it holds is a cache of the checkpoint."""
+    if options.store == "memory":
+        yield None
+        return
+    try:
+        if options.state_path:
+            Path(options.state_path).mkdir(parents=True, exist_ok=True)
+        directory = Path(tempfile.mkdtemp(prefix=f"anabranch-{options.worker_id}-", dir=options.state_path or None))
+    except OSError as error:
+        raise SettingsError(
+            f"Local state cannot be kept in {options.state_path}: {error.strerror}. Set anabranch.statePath to a "
+            "directory that can be written."
+        ) from None
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _wait_for_end_of_input(stop: threading.Event) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        while sys.stdin.buffer.read(1024):
+            pass
+    stop.set()

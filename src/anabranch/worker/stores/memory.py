@@ -1,0 +1,176 @@
+"""The store in memory: one row per key, with the value itself, or with all entries of a list or map in a dict."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from anabranch.core.schemas import Op, VariableKind
+from anabranch.worker.codec import from_objects, to_objects
+from anabranch.worker.locks import ReadWriteLock
+from anabranch.worker.rows import Changes, Entries, Keys, Rows, Shape
+from anabranch.worker.table import RowTable
+
+#: Rows changed before readers are let in again: some milliseconds.
+_APPLY_ROWS = 1 << 15
+_BATCH_ROWS = 1 << 16
+
+#: The entries of a key: encoded value by encoded sub-key.
+_Dict = dict[bytes, bytes]
+
+
+class MemoryStore:
+    """See Store."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._of_values = shape.kind is VariableKind.VALUE
+        self._table = self._empty_table()
+        self._entries = 0
+        #: Held by whoever changes the state, or needs it not to change for long, while others go on reading.
+        self._changing = threading.Lock()
+        #: Held for writing while rows change in place.
+        self._in_place = ReadWriteLock()
+
+    def read(self, keys: Keys) -> Entries:
+        with self._in_place.reading():
+            rows = self._table.find(keys.hashes, keys.keys)
+            index = np.flatnonzero(rows >= 0)
+            values = self._table.values(rows[index])
+            if self._of_values:
+                return Entries(index, np.empty((len(index), 0), dtype=np.uint8), values)
+            return self._flat(index, values)
+
+    def apply(self, changes: Changes) -> None:
+        with self._changing:
+            for start in range(0, len(changes), _APPLY_ROWS):
+                # CLEAR goes before everything else, whatever comes between.
+                part = slice(start, start + _APPLY_ROWS)
+                cleared = np.flatnonzero(changes.ops[part] == Op.CLEAR) + start
+                self._remove_keys(changes.keys_of(cleared))
+            for start in range(0, len(changes), _APPLY_ROWS):
+                part = slice(start, start + _APPLY_ROWS)
+                rest = changes.take(np.flatnonzero(changes.ops[part] != Op.CLEAR) + start)
+                self._table.reserve(len(rest))
+                if self._of_values:
+                    self._apply_values(rest)
+                else:
+                    self._apply_entries(rest)
+
+    def snapshot(self, groups: Collection[int] | None) -> Iterator[Rows]:
+        with self._changing:
+            rows = self._rows_of(groups)
+            keys = Keys(self._table.hashes(rows), self._table.keys(rows))
+            values = self._table.values(rows)
+            entries = None if self._of_values else self._flat(np.arange(len(rows)), values)
+        return _batches(keys, values) if entries is None else _entry_batches(keys, entries)
+
+    def drop_groups(self, groups: Collection[int]) -> None:
+        with self._changing:
+            rows = self._rows_of(groups)
+            keys = Keys(self._table.hashes(rows), self._table.keys(rows))
+            for start in range(0, len(keys), _APPLY_ROWS):
+                self._remove_keys(keys.take(np.arange(start, min(start + _APPLY_ROWS, len(keys)))))
+            if len(self._table) < self._table.capacity // 2:
+                self._compact()
+
+    def rows(self) -> int:
+        return len(self._table) if self._of_values else self._entries
+
+    def size_bytes(self) -> int:
+        with self._in_place.reading():
+            return self._table.nbytes
+
+    def close(self) -> None:
+        with self._changing, self._in_place.writing():
+            self._table = self._empty_table()
+            self._entries = 0
+
+    def destroy(self) -> None:
+        self.close()
+
+    def _empty_table(self) -> RowTable:
+        return RowTable(self._shape.key_width, self._shape.value_width if self._of_values else None)
+
+    def _apply_values(self, changes: Changes) -> None:
+        self._remove_keys(changes.keys_of(changes.ops == Op.DELETE))
+        puts = changes.take(changes.ops == Op.PUT)
+        with self._in_place.writing():
+            self._table.put(puts.hashes, puts.keys, puts.values)
+
+    def _apply_entries(self, changes: Changes) -> None:
+        subkeys, values = to_objects(changes.subkeys), to_objects(changes.values)
+        puts = changes.ops == Op.PUT
+        with self._in_place.writing():
+            rows = self._table.find(changes.hashes, changes.keys)
+            rows[puts] = self._table.put(changes.hashes[puts], changes.keys[puts])
+            dicts = self._dicts(np.unique(rows[rows >= 0]))
+            before = sum(map(len, dicts.values()))
+            # One dict per key: nothing vectorised finds a sub-key in it.
+            for row, put, subkey, value in zip(rows.tolist(), puts.tolist(), subkeys, values, strict=True):
+                if put:
+                    dicts[row][subkey] = value
+                elif row >= 0:
+                    dicts[row].pop(subkey, None)
+            self._entries += sum(map(len, dicts.values())) - before
+            emptied = np.array([row for row, entries in dicts.items() if not entries], dtype=np.int32)
+            self._table.remove(self._table.hashes(emptied), self._table.keys(emptied))
+
+    def _dicts(self, rows: npt.NDArray[np.int32]) -> Mapping[int, _Dict]:
+        """The dicts of these rows; new ones for rows that have none yet."""
+        dicts = self._table.values(rows)
+        for i in np.flatnonzero(dicts == None):  # noqa: E711  (element by element)
+            dicts[i] = {}
+        self._table.set_objects(rows, dicts)
+        return dict(zip(rows.tolist(), dicts, strict=True))
+
+    def _remove_keys(self, keys: Keys) -> None:
+        with self._in_place.writing():
+            if not self._of_values:
+                rows = self._table.find(keys.hashes, keys.keys)
+                self._entries -= sum(map(len, self._table.values(np.unique(rows[rows >= 0]))))
+            self._table.remove(keys.hashes, keys.keys)
+
+    def _rows_of(self, groups: Collection[int] | None) -> npt.NDArray[np.int32]:
+        rows = self._table.rows()
+        if groups is None:
+            return rows
+        chosen = self._shape.chosen(groups)[self._shape.groups_of(self._table.hashes(rows))]
+        return rows[np.flatnonzero(chosen)]
+
+    def _compact(self) -> None:
+        """Give memory back: move all rows into a table of their size."""
+        rows, compact = self._table.rows(), self._empty_table()
+        compact.reserve(len(rows))
+        compact.put(self._table.hashes(rows), self._table.keys(rows), self._table.values(rows))
+        with self._in_place.writing():
+            self._table = compact
+
+    def _flat(self, index: npt.NDArray[np.intp], dicts: npt.NDArray[np.object_]) -> Entries:
+        """The entries of several keys, one after the other."""
+        counts = np.fromiter(map(len, dicts), dtype=np.intp, count=len(dicts))
+        subkeys = list(chain.from_iterable(dicts))
+        values = list(chain.from_iterable(map(dict.values, dicts)))
+        return Entries(
+            np.repeat(index, counts),
+            from_objects(subkeys, self._shape.subkey_width),
+            from_objects(values, self._shape.value_width),
+        )
+
+
+def _batches(keys: Keys, values: npt.NDArray[np.generic]) -> Iterator[Rows]:
+    for start in range(0, len(keys), _BATCH_ROWS):
+        part = slice(start, start + _BATCH_ROWS)
+        hashes = keys.hashes[part]
+        yield Rows(hashes, keys.keys[part], np.empty((len(hashes), 0), dtype=np.uint8), values[part])
+
+
+def _entry_batches(keys: Keys, entries: Entries) -> Iterator[Rows]:
+    for start in range(0, len(entries), _BATCH_ROWS):
+        part = slice(start, start + _BATCH_ROWS)
+        of = keys.take(entries.index[part])
+        yield Rows(of.hashes, of.keys, entries.subkeys[part], entries.values[part])

@@ -1,0 +1,104 @@
+"""The command that writes event files: ``anabranch workgen``."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from anabranch.core.errors import SettingsError
+from anabranch.workload.events import WorkloadSpec, check_limits
+from anabranch.workload.files import FILE_FORMATS, FilesWritten, check_amount, write_files
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + unit: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for unit, base in (("", 1000), ("B", 1000), ("IB", 1024))
+}
+
+
+def parse_size(text: str) -> int:
+    """A number of bytes like 1GB (10**9), 64MiB (2**26) or 4096."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise SettingsError(f"--size is '{text}', which is not a size. Give something like 500MB, 1GB or 64MiB.")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def workgen(
+    out: Annotated[Path, typer.Argument(help="The directory to write to; it is made if there is none.")],
+    rows: Annotated[int | None, typer.Option(help="How many events to write.")] = None,
+    size: Annotated[str | None, typer.Option(help="How much to write instead, like 500MB or 1GB.")] = None,
+    files: Annotated[int, typer.Option(help="Over how many files.")] = 1,
+    format: Annotated[str, typer.Option(help=f"One of {', '.join(FILE_FORMATS)}.")] = "json",
+    keys: Annotated[int, typer.Option(help="How many different server names.")] = 100_000,
+    skew: Annotated[float, typer.Option(help="Zipf exponent over the server names; 0 is uniform.")] = 0.0,
+    ids: Annotated[int, typer.Option(help="How many different ids.")] = 100,
+    payload_bytes: Annotated[int, typer.Option(help="The length of an extra payload column.")] = 0,
+    disorder_ms: Annotated[int, typer.Option(help="How far event times are out of order, at most.")] = 0,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal events.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace event files that are there.")] = False,
+) -> None:
+    """Write files of events like Wikipedia's edits."""
+    began = time.monotonic()
+    try:
+        size_bytes = None if size is None else parse_size(size)
+        check_amount(rows=rows, size_bytes=size_bytes, files=files, label=_flag)
+        numbers = {"keys": keys, "ids": ids, "skew": skew, "seed": seed}
+        check_limits(numbers | {"payload_bytes": payload_bytes, "disorder_ms": disorder_ms}, label=_flag)
+        spec = WorkloadSpec(
+            keys=keys, ids=ids, skew=skew, seed=seed, payload_bytes=payload_bytes, disorder_ms=disorder_ms
+        )
+        written = _write_with_bar(
+            spec, out, rows=rows, size_bytes=size_bytes, files=files, format=format, overwrite=overwrite
+        )
+    except SettingsError as error:
+        typer.echo(f"anabranch workgen: {error}", err=True)
+        raise typer.Exit(2) from error
+    except OSError as error:
+        typer.echo(f"anabranch workgen: {error}. Check the disk and the permissions of {out}.", err=True)
+        raise typer.Exit(1) from error
+    taken_s = time.monotonic() - began
+    typer.echo(
+        f"{written.rows:,} events in {out} after {taken_s:.1f} s "
+        f"(format: {format}, files: {len(written.paths)}, size: {written.size_bytes / 1e6:,.1f} MB)"
+    )
+
+
+def _write_with_bar(
+    spec: WorkloadSpec,
+    out: Path,
+    *,
+    rows: int | None,
+    size_bytes: int | None,
+    files: int,
+    format: str,
+    overwrite: bool,
+) -> FilesWritten:
+    """Write the files, with a bar on a terminal and in silence elsewhere."""
+    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("writing", total=rows if rows is not None else size_bytes)
+        return write_files(
+            spec,
+            out,
+            rows=rows,
+            size_bytes=size_bytes,
+            files=files,
+            format=format,
+            overwrite=overwrite,
+            progress=lambda done_rows, done_bytes: bar.update(
+                task, completed=done_rows if rows is not None else done_bytes
+            ),
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

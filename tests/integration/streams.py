@@ -1,0 +1,98 @@
+"""Small streams for tests: epochs as lists of rows, and what comes out of a query in each of them."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import StructType
+
+import anabranch
+
+
+class EpochFeed:
+    """A file source that gives one file, and so one list of rows, in each epoch."""
+
+    def __init__(self, spark: SparkSession, folder: Path, schema: StructType | str) -> None:
+        self.spark = spark
+        self.folder = folder
+        self.schema = spark.createDataFrame([], schema).schema
+        self._count = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, *epochs: Sequence[Any]) -> None:
+        """Append epochs of rows."""
+        for rows in epochs:
+            frame = self.spark.createDataFrame(list(rows), self.schema).coalesce(1)
+            staging = self.folder.parent / f"staging-{uuid.uuid4().hex}"
+            frame.write.parquet(str(staging))
+            (part,) = staging.glob("part-*.parquet")
+            # The file source takes files in the order of their times; a name that sorts settles ties.
+            part.rename(self.folder / f"epoch-{self._count:06d}.parquet")
+            self._count += 1
+
+    def stream(self) -> DataFrame:
+        reader = self.spark.readStream.schema(self.schema).option("maxFilesPerTrigger", 1)
+        return reader.parquet(str(self.folder))
+
+
+class Collector:
+    """A foreachBatch function that keeps each epoch's rows."""
+
+    def __init__(self) -> None:
+        self.epochs: dict[int, list[Any]] = {}
+
+    def __call__(self, rows: DataFrame, epoch: int) -> None:
+        self.epochs[epoch] = rows.collect()
+
+    def multisets(self) -> list[Counter[str]]:
+        """The rows of each epoch that has any, in order, without regard to their order within the epoch."""
+        return [Counter(map(_comparable, self.epochs[epoch])) for epoch in sorted(self.epochs) if self.epochs[epoch]]
+
+
+def run_native(
+    query: Callable[[DataFrame], DataFrame], rows: DataFrame, checkpoint: Path, *, mode: str = "update"
+) -> Collector:
+    """What Spark itself makes of a query over all epochs that are there."""
+    collector = Collector()
+    writer = query(rows).writeStream.outputMode(mode).foreachBatch(collector)
+    started = writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
+    assert started.awaitTermination(180)
+    return collector
+
+
+def run_anabranch(
+    query: Callable[[Any], Any],
+    rows: DataFrame,
+    checkpoint: Path,
+    *,
+    mode: str = "update",
+    options: dict[str, Any] | None = None,
+) -> Collector:
+    """What the same query gives on Anabranch."""
+    collector = Collector()
+    writer = query(anabranch.stream(rows)).writeStream.outputMode(mode).foreachBatch(collector)
+    for name, value in (options or {}).items():
+        writer = writer.option(name, value)
+    started = writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
+    assert started.awaitTermination(180)
+    return collector
+
+
+def _comparable(row: Any) -> str:
+    """Rows as text: floats to twelve digits, because sums may be taken in another order."""
+    return repr(_rounded(row))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return "nan" if value != value else f"{value:.12g}"
+    if isinstance(value, tuple | list):
+        return tuple(_rounded(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return value
