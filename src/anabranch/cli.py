@@ -10,6 +10,7 @@ import typer
 
 from anabranch.core.errors import AnabranchError
 from anabranch.core.settings import STORES
+from anabranch.workload.command import workgen
 
 app = typer.Typer(
     name="anabranch",
@@ -55,6 +56,9 @@ def worker(
             exit_with_parent=exit_with_parent,
         )
     )
+
+
+app.command()(workgen)
 
 
 def main() -> None:

@@ -105,7 +105,7 @@ class Application:
                 self.epochs_to_repeat += 1
 
     def ended(self, driver: Driver) -> None:
-        """All epochs are committed. A last driver, undisturbed, opens the job once more; its view is what is checked."""
+        """All epochs are committed. A last driver, undisturbed, opens the job once more: its view is checked."""
         if not self.world.calm:
             self.world.calm = True
             for worker in self.world.workers.values():

@@ -163,7 +163,7 @@ def draw_history(seed: int) -> History:
         workers=rng.randint(1, 3),
         key_groups=rng.randint(4, 9),
         epochs=epochs,
-        parallelism=tuple(rng.randint(1, 4) for _ in range(3)),
+        parallelism=tuple(rng.randint(1, 5) for _ in range(3)),
         loss_rate=rng.choice((0.0, 0.0, 0.02, 0.08)),
         duplicate_rate=rng.choice((0.0, 0.0, 0.02, 0.1)),
         delay_rate=rng.choice((0.0, 0.01, 0.03)),
@@ -180,14 +180,14 @@ def draw_return(seed: int) -> History:
     """An epoch is run again without a worker that has committed its first run; the worker comes back afterwards."""
     rng = random.Random(seed)
     isolate = IsolateWorker(at=rng.randint(80, 120), which=rng.randrange(3), ticks=rng.randint(200, 350))
-    return History(
-        seed=seed,
-        workers=3,
-        key_groups=9,
-        epochs=rng.randint(1, 2),
-        parallelism=(3,),
-        loss_rate=0.0,
-        duplicate_rate=0.0,
-        delay_rate=0.0,
-        faults=(RepeatEpoch(at=0), isolate),
-    )
+    quiet = undisturbed(draw_history(seed))
+    faults = (RepeatEpoch(at=0), isolate)
+    return replace(quiet, workers=3, key_groups=9, epochs=rng.randint(1, 2), parallelism=(3,), faults=faults)
+
+
+def draw_rerun(seed: int) -> History:
+    """An epoch is run again with another parallelism while tasks of its earlier run are still busy."""
+    rng = random.Random(seed)
+    faults = tuple(FailJob(at=rng.randint(20, 400)) for _ in range(3))
+    quiet = undisturbed(draw_history(seed))
+    return replace(quiet, workers=rng.randint(1, 2), key_groups=9, parallelism=(2, 5, 3), faults=faults)

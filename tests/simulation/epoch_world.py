@@ -232,7 +232,7 @@ class World:
     def latency(self) -> int:
         if self.rng.random() < self.history.delay_rate and not self.calm:
             return self.rng.randint(TIMEOUT_TICKS // 2, 4 * TIMEOUT_TICKS)
-        return self.rng.randint(1, 5)
+        return 1 + int(5 * self.rng.random())
 
     def call(self, worker: WorkerId, request: Request, data: Any, reply: Callable[[Answer], None]) -> None:
         """Ask a worker; ``reply`` gets exactly one answer: the first to arrive, or Lost after all tries."""

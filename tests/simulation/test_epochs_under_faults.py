@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import pytest
 from epoch_application import Application
-from epoch_history import History, draw_history, draw_return, undisturbed
+from epoch_history import History, draw_history, draw_rerun, draw_return, undisturbed
 from epoch_world import World
 
 from anabranch.core.epoch_events import Instruction as DriverInstruction
-from anabranch.core.epochs import EpochMachine, choose_attempts
+from anabranch.core.epochs import EpochMachine, Step, choose_attempts
+from anabranch.core.ids import WorkerId
 from anabranch.core.requests import (
     Begin,
     DropLayersAfter,
@@ -34,7 +35,7 @@ from anabranch.core.transactions import TransactionMachine
 HISTORIES = int(os.environ.get("ANABRANCH_SIMULATION_HISTORIES", "2000"))
 #: Within this many histories every mistake must be found.
 MUTANT_HISTORIES = 1000
-RETURN_HISTORIES = 150
+TARGETED_HISTORIES = 150
 
 
 def seeds() -> Iterator[int]:
@@ -106,8 +107,13 @@ def test_an_undisturbed_job_neither_fails_nor_refuses_nor_repeats_anything() -> 
 
 
 def test_a_worker_that_missed_the_repetition_of_an_epoch_does_not_bring_its_own_version_back() -> None:
-    for seed in range(RETURN_HISTORIES):
+    for seed in range(TARGETED_HISTORIES):
         run_history(draw_return(seed))
+
+
+def test_tasks_of_an_earlier_run_with_another_parallelism_do_no_harm() -> None:
+    for seed in range(TARGETED_HISTORIES):
+        run_history(draw_rerun(seed))
 
 
 # Mistakes that the histories must find. Their own checks are silenced: what is asked is whether the result shows it.
@@ -125,9 +131,9 @@ class KeepsStagedChanges(TransactionMachine):
 
 class IgnoresGenerations(TransactionMachine):
     def handle(self, request: Request) -> list[Instruction]:
-        older = self.generation is not None and request.generation < self.generation
-        if older and isinstance(request, EpochRequest):
-            request = replace(request, generation=self.generation, run=self.run)
+        known = self.generation
+        if known is not None and request.generation < known and isinstance(request, EpochRequest):
+            request = replace(request, generation=known, run=self.run)
         return super().handle(request)
 
     def check(self) -> None: ...
@@ -190,13 +196,10 @@ class PreparesWhatIsThere(EpochMachine):
 class WritesTheManifestEarly(EpochMachine):
     """Does not wait until every worker has prepared."""
 
-    def _answered(self, worker, then):  # type: ignore[no-untyped-def]
-        early = then == self._write_manifest
-        return super()._answered(worker, then) if not early else self._stop_waiting(then)
-
-    def _stop_waiting(self, then):  # type: ignore[no-untyped-def]
-        self.waiting.clear()
-        return then()
+    def _answered(self, worker: WorkerId, then: Callable[[], list[DriverInstruction]]) -> list[DriverInstruction]:
+        if self.step is Step.PREPARING:
+            self.waiting.clear()
+        return super()._answered(worker, then)
 
     def check(self) -> None: ...
 
@@ -204,7 +207,6 @@ class WritesTheManifestEarly(EpochMachine):
 WORKER_MUTANTS = [
     KeepsStagedChanges,
     IgnoresGenerations,
-    IgnoresRuns,
     SealsAtOnce,
     PreparesWhatIsNotSealed,
     NeverRollsBack,
@@ -237,4 +239,8 @@ def test_a_driver_with_a_mistake_is_found(mutant: type[EpochMachine]) -> None:
 
 
 def test_a_worker_that_tells_epochs_apart_by_their_numbers_only_is_found() -> None:
-    assert is_found(map(draw_return, range(RETURN_HISTORIES)), worker_machine=TrustsEpochNumbers)
+    assert is_found(map(draw_return, range(TARGETED_HISTORIES)), worker_machine=TrustsEpochNumbers)
+
+
+def test_a_worker_that_does_not_tell_runs_apart_is_found() -> None:
+    assert is_found(map(draw_rerun, range(TARGETED_HISTORIES)), worker_machine=IgnoresRuns)

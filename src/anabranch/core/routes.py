@@ -20,6 +20,8 @@ FIRST_VERSION = RouteVersion(0)
 LOAD_TOLERANCE = 0.05
 #: What a key group weighs apart from its load, as a share of the mean load: a silent group still takes room.
 WEIGHT_AT_REST = 0.1
+#: The mean load as a whole number: sums of weights are exact, so that balanced loads are left alone.
+WEIGHT_UNITS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ def next_route(
     """The route over ``workers`` that follows ``route``, having moved few key groups.
 
     Without loads the numbers of groups differ by at most one, and no route that does so moves fewer groups. With the
-    load of each key group, the loads of two workers differ by at most LOAD_TOLERANCE of their mean or by the weight
-    of one key group. The result depends on the arguments' values only, not on the order of the workers.
+    load of each key group, the loads of two workers differ by little more than the weight of one key group, or than
+    LOAD_TOLERANCE of their mean. The result depends on the arguments' values only, not on the order of the workers.
     """
     ordered = _checked_workers(workers, route.key_groups)
     weights = None if load is None else _weights(load, route.key_groups)
@@ -170,13 +172,13 @@ def _by_count(route: Route, workers: Sequence[WorkerId]) -> list[WorkerId]:
     return owners
 
 
-def _by_load(route: Route, workers: Sequence[WorkerId], weights: Sequence[float]) -> list[WorkerId]:
+def _by_load(route: Route, workers: Sequence[WorkerId], weights: Sequence[int]) -> list[WorkerId]:
     balance = _Balance(route, workers, weights)
     staying = set(workers)
     orphans = [group for group, owner in enumerate(route.owners) if owner not in staying]
     for group in sorted(orphans, key=lambda group: (-weights[group], group)):
         balance.place(group, balance.lightest())
-    # Each move brings two loads closer together, so this ends by itself; the limit is for rounding errors.
+    # Each move brings two loads closer together, so this ends by itself; the limit bounds how long it may take.
     for _ in range(4 * route.key_groups):
         if not balance.improve():
             break
@@ -186,13 +188,13 @@ def _by_load(route: Route, workers: Sequence[WorkerId], weights: Sequence[float]
 class _Balance:
     """The loads of the workers while key groups move between them."""
 
-    def __init__(self, route: Route, workers: Sequence[WorkerId], weights: Sequence[float]) -> None:
+    def __init__(self, route: Route, workers: Sequence[WorkerId], weights: Sequence[int]) -> None:
         self.owners = list(route.owners)
         self._weights = weights
-        self._mean = math.fsum(weights) / len(workers)
+        self._mean = sum(weights) / len(workers)
         #: The groups of each worker as (weight, group), lightest first.
         self._held = {worker: sorted((weights[g], int(g)) for g in route.groups_of(worker)) for worker in workers}
-        self._load = {worker: math.fsum(w for w, _ in held) for worker, held in self._held.items()}
+        self._load = {worker: sum(w for w, _ in held) for worker, held in self._held.items()}
 
     def lightest(self) -> WorkerId:
         return min(self._load, key=lambda worker: (self._load[worker], worker))
@@ -218,7 +220,7 @@ class _Balance:
                 return True
         return False
 
-    def _fitting(self, donor: WorkerId, receiver: WorkerId, gap: float) -> int | None:
+    def _fitting(self, donor: WorkerId, receiver: WorkerId, gap: int) -> int | None:
         """The donor's group that best evens out the two, or None if every one of them is too heavy to help."""
         held = self._held[donor]
         if len(held) < 2:
@@ -226,7 +228,8 @@ class _Balance:
         wanted = min(self._load[donor] - self._mean, self._mean - self._load[receiver])
         position = bisect_left(held, (wanted, -1))
         candidates = [index for index in (position - 1, position) if 0 <= index < len(held)]
-        helpful = [index for index in candidates if held[index][0] < gap]
+        # Much less than the gap: otherwise the two would all but swap their loads.
+        helpful = [index for index in candidates if held[index][0] < (1 - LOAD_TOLERANCE) * gap]
         return min(helpful, key=lambda index: abs(held[index][0] - wanted), default=None)
 
 
@@ -263,7 +266,7 @@ def _pack_workers(route: Route, parallelism: int) -> dict[WorkerId, Partition]:
     return packed
 
 
-def _weights(load: Sequence[float], key_groups: int) -> list[float] | None:
+def _weights(load: Sequence[float], key_groups: int) -> list[int] | None:
     """What each key group weighs, or None if nothing is known because all loads are zero."""
     if len(load) != key_groups:
         raise SettingsError(f"There are {len(load)} loads for {key_groups} key groups; give one for each.")
@@ -274,7 +277,7 @@ def _weights(load: Sequence[float], key_groups: int) -> list[float] | None:
         return None
     shares = [float(value) / largest for value in load]
     mean = math.fsum(shares) / key_groups
-    return [share / mean + WEIGHT_AT_REST for share in shares]
+    return [round(WEIGHT_UNITS * (share / mean + WEIGHT_AT_REST)) for share in shares]
 
 
 def _check_key_groups(key_groups: int) -> None:

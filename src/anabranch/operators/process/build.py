@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 from pyspark.sql.types import StructType
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.operators.keys import StageName, arrow_schema, check_key_fields
 from anabranch.operators.process.declare import check_arguments, declare_state
+from anabranch.operators.process.program import FrameSettings, Program
 from anabranch.operators.process.stage import ProcessStage
 
 
@@ -44,15 +45,27 @@ def build_process(
     check_key_fields(key_fields)
     spark = rows.sparkSession
     sample = spark.createDataFrame([], output)
-    stage = ProcessStage(
+    program = Program(
         spec=declare_state(processor, arrow_schema(key_fields), name.number, name.name),
-        parallelism=name.parallelism,
-        key_columns=tuple(keys),
-        key_fields=tuple(key_fields),
-        input_schema=rows.schema,
-        output_schema=sample.schema,
         processor=processor,
-        pandas=pandas,
-        timezone=spark.conf.get("spark.sql.session.timeZone") or "UTC",
+        output=sample.schema,
+        frames=_frame_settings(spark),
     )
+    stage = ProcessStage(name.parallelism, tuple(keys), tuple(key_fields), program, pandas)
     return stage, sample
+
+
+def _frame_settings(spark: SparkSession) -> FrameSettings:
+    """Spark's own settings for pandas functions."""
+
+    def flag(name: str, default: str) -> bool:
+        return (spark.conf.get(name, default) or default).lower() == "true"
+
+    return FrameSettings(
+        timezone=spark.conf.get("spark.sql.session.timeZone") or "UTC",
+        rows_max=int(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch") or 10_000),
+        by_name=flag("spark.sql.legacy.execution.pandas.groupedMap.assignColumnsByName", "true"),
+        safely=flag("spark.sql.execution.pandas.convertToArrowArraySafely", "false"),
+        int_to_decimal=flag("spark.sql.execution.pythonUDF.pandas.intToDecimalCoercionEnabled", "false"),
+        prefer_int_extension=flag("spark.sql.execution.pythonUDF.pandas.preferIntExtensionDtype", "false"),
+    )

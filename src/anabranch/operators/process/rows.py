@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 
 import pyarrow as pa
 from pyspark.sql.streaming.stateful_processor import TimerValues
@@ -74,11 +74,9 @@ class _RowRunner:
         if offsets[-1] - offsets[0] > ROWS_MAX:
             return iter([(keys[0], self._in_pieces(offsets[0], offsets[-1]))])
         rows = self._rows(offsets[0], offsets[-1])
-        base = offsets[0]
-        return (
-            (key, iter(rows[start - base : stop - base]))
-            for key, (start, stop) in zip(keys, pairwise(offsets), strict=True)
-        )
+        within = [offset - offsets[0] for offset in offsets]
+        slices = map(rows.__getitem__, map(slice, within, islice(within, 1, None)))
+        return zip(keys, map(iter, slices), strict=True)
 
     def _rows(self, start: int, stop: int) -> list[Row]:
         part = self._groups.rows.slice(start, stop - start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -42,6 +43,17 @@ def run_task(
     make_runner: MakeRunner,
 ) -> Iterator[pa.RecordBatch]:
     """The output of one task. State is written before the last batch is given out."""
+    with _garbage_of_the_task_only():
+        yield from _run(batches, program, state, timers, make_runner)
+
+
+def _run(
+    batches: Iterable[pa.RecordBatch],
+    program: Program,
+    state: StageState,
+    timers: TimerValues | None,
+    make_runner: MakeRunner,
+) -> Iterator[pa.RecordBatch]:
     groups = group_rows(batches, program.spec.key)
     local = LocalState(program.spec, groups.keys)
     processor = program.processor
@@ -75,6 +87,22 @@ def run_task(
     state.write(local.changes())
     if held is not None:
         yield held
+
+
+@contextlib.contextmanager
+def _garbage_of_the_task_only() -> Iterator[None]:
+    """Spares the collector the objects that were there before: Spark and pandas make some hundred thousand.
+
+    A task makes so many small objects that the collector would look through all others several times.
+    """
+    if gc.get_freeze_count():  # somebody else's doing, and theirs to undo
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def user_error(program: Program, where: str, error: Exception) -> EpochError:

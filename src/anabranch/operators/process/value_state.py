@@ -20,7 +20,7 @@ class LocalValueState(ValueState):
         self._stateName = variable.name
         self._cursor = cursor
         self._codec = TupleCodec(variable.value, variable.name)
-        self._admit = self._codec.admit
+        self._types = self._codec.types
         #: By position of the key: the tuple, or None.
         self._values: Any = OutOfTurn(variable.name)
         #: By position of the key: 1 if user code has set or cleared the value.
@@ -34,7 +34,10 @@ class LocalValueState(ValueState):
         return self._values[self._cursor.key]  # type: ignore[no-any-return]
 
     def update(self, newValue: Tuple) -> None:
-        value = self._admit(newValue)
+        # Nearly every call: a plain tuple of plain values. The rest is for the codec.
+        value = newValue
+        if type(value) is not tuple or tuple(map(type, value)) != self._types:
+            value = self._codec.admit(value)
         key = self._cursor.key
         self._values[key] = value
         self._changed[key] = 1

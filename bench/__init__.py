@@ -1,0 +1,1 @@
+"""Benchmarks: Anabranch and Spark's own state, both sides in one run. ``python -m bench NAME`` from the root."""

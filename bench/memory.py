@@ -1,0 +1,145 @@
+"""Memory: what a key costs in a worker, as the system sees the process and as the worker itself reports it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+from pyspark.sql import SparkSession
+
+import anabranch
+from bench.figures import Budget, Figure
+from bench.harness import BenchmarkError
+from bench.machine import describe_machine
+from bench.options import KeyCount, Parallelism, Repeats, Store, Workers
+from bench.report import Line, Report, say
+from bench.session import Lab, open_lab
+from bench.sides import ANABRANCH, Setup, totals
+
+_KEYS = 1_000_000
+_BUDGET = Budget(bound=300, aim=60, unit=" bytes", is_cost=True)
+#: Worked over before the first look, so that buffers, pools and libraries are there already.
+_FIRST_KEYS = 50_000
+_FIRST_EPOCHS = 4
+#: Few rows, which push the last big epoch from its layer into the base.
+_SETTLING_EPOCHS = 3
+
+KeysPerEpoch = Annotated[int, typer.Option(min=1, help="New keys in an epoch.")]
+
+
+@dataclass(frozen=True)
+class Look:
+    """The workers at rest."""
+
+    rss_bytes: int
+    reported_bytes: int
+    keys: int
+
+
+def memory(
+    keys: KeyCount = _KEYS,
+    keys_per_epoch: KeysPerEpoch = 100_000,
+    repeats: Repeats = 3,
+    workers: Workers = 2,
+    parallelism: Parallelism = 2,
+    store: Store = "memory",
+) -> None:
+    """Bytes per key of an 8-byte key with two 8-byte values: growth of the workers' resident memory."""
+    options = dict(locals())
+    setup = Setup(workers=workers, parallelism=parallelism, store=store)
+    runs: list[Mapping[str, Any]] = []
+    with open_lab(parallelism=parallelism) as lab:
+        machine = describe_machine(lab.folder, lab.java)
+        for repetition in range(repeats):
+            run = _run(lab, setup, keys=keys, keys_per_epoch=keys_per_epoch)
+            say(f"repetition {repetition + 1} of {repeats}: {run['rss_bytes_per_key']:,.1f} bytes per key")
+            runs.append(run)
+    resident = Figure(tuple(run["rss_bytes_per_key"] for run in runs))
+    reported = Figure(tuple(run["reported_bytes_per_key"] for run in runs))
+    budget = _BUDGET if keys == _KEYS and store == "memory" else None
+    lines = [
+        Line("growth of the processes", ANABRANCH, {"bytes per key": resident}, None, budget, resident.median),
+        Line("reported by the workers", ANABRANCH, {"bytes per key": reported}, None, budget, reported.median),
+    ]
+    Report(
+        name="memory",
+        title=f"{keys:,} keys of 8 bytes with two values of 8 bytes, {workers} workers, {store} store",
+        ratio_title="ratio",
+        lines=lines,
+        options=options,
+        machine=machine,
+        runs=runs,
+    ).publish()
+
+
+def _run(lab: Lab, setup: Setup, *, keys: int, keys_per_epoch: int) -> Mapping[str, Any]:
+    feed = _Feed(lab)
+    rows = lab.spark.readStream.schema("key LONG, amount LONG").parquet(feed.folder)
+    query = (
+        totals(anabranch.stream(rows))
+        .writeStream.outputMode("update")
+        .format("noop")
+        .option("checkpointLocation", lab.new_folder("checkpoint"))
+        .options(**setup.settings)
+        .start()
+    )
+    try:
+        for _ in range(_FIRST_EPOCHS):
+            feed.put(0, _FIRST_KEYS)
+            query.processAllAvailable()
+        before = _look(query, _FIRST_KEYS)
+        for first in range(_FIRST_KEYS, _FIRST_KEYS + keys, keys_per_epoch):
+            feed.put(first, min(first + keys_per_epoch, _FIRST_KEYS + keys))
+            query.processAllAvailable()
+        for _ in range(_SETTLING_EPOCHS):
+            feed.put(0, 10)
+            query.processAllAvailable()
+        after = _look(query, _FIRST_KEYS + keys)
+    finally:
+        with lab.silence():
+            query.stop()
+    return {
+        "before": before.__dict__,
+        "after": after.__dict__,
+        "rss_bytes_per_key": (after.rss_bytes - before.rss_bytes) / keys,
+        "reported_bytes_per_key": (after.reported_bytes - before.reported_bytes) / keys,
+    }
+
+
+def _look(query: Any, expected_keys: int) -> Look:
+    workers = query.workers()
+    look = Look(
+        rss_bytes=sum(psutil.Process(worker["pid"]).memory_info().rss for worker in workers),
+        reported_bytes=sum(worker["bytes"] for worker in workers),
+        keys=sum(worker["rows"] for worker in workers),
+    )
+    if look.keys != expected_keys:
+        raise BenchmarkError(f"The workers hold {look.keys:,} keys instead of {expected_keys:,}: the sizes are void.")
+    return look
+
+
+class _Feed:
+    """A directory of Parquet files that a query reads, one file for each epoch: between epochs the workers rest."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.folder = lab.new_folder("feed")
+        self._lab = lab
+        Path(self.folder).mkdir()
+
+    @property
+    def _spark(self) -> SparkSession:
+        return self._lab.spark
+
+    def put(self, first: int, end: int) -> None:
+        """Add rows for the keys from `first` up to `end`, all at once: the file appears when it is complete."""
+        staged = Path(self._lab.new_folder("staged"))
+        rows = self._spark.range(first, end, numPartitions=1).selectExpr("id AS key", "id % 1000 AS amount")
+        rows.write.parquet(str(staged))
+        for part in staged.glob("part-*.parquet"):
+            part.rename(Path(self.folder) / part.name)
+        shutil.rmtree(staged)

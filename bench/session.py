@@ -1,0 +1,125 @@
+"""A Spark for one benchmark, and the directory that holds its checkpoints: both are gone afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+CORES = 2
+DRIVER_MEMORY = "4g"
+ROOT = Path(__file__).resolve().parents[1]
+
+_ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+_SETTINGS = {
+    "spark.driver.memory": DRIVER_MEMORY,
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.session.timeZone": "UTC",
+    # Spark's best durable state: RocksDB, of which only changes are uploaded.
+    "spark.sql.streaming.stateStore.providerClass": _ROCKSDB,
+    "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "true",
+    # Every epoch is read back from the query's progress reports.
+    "spark.sql.streaming.numRecentProgressUpdates": "10000",
+}
+_POLL_INTERVAL_S = 0.05
+_QUIET_LIMIT_S = 30.0
+
+
+@dataclass
+class Lab:
+    """A Spark session and a directory of its own."""
+
+    spark: SparkSession
+    folder: Path
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def new_folder(self, name: str) -> str:
+        """A fresh path, for a checkpoint or for files."""
+        return str(self.folder / f"{name.replace(' ', '-')}-{next(self._numbers)}")
+
+    @property
+    def java(self) -> str:
+        """The version of the Java that runs Spark."""
+        jvm: Any = self.spark.sparkContext._jvm
+        return str(jvm.System.getProperty("java.version"))
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Keep Spark from logging: stopping a query in the middle of an epoch fills pages with expected errors."""
+        context = self.spark.sparkContext
+        context.setLogLevel("OFF")
+        try:
+            yield
+            self.wait_until_idle()
+        finally:
+            context.setLogLevel("ERROR")
+
+    def wait_until_idle(self) -> None:
+        """Wait for tasks that were told to stop: they would take time from whatever is measured next."""
+        tracker = self.spark.sparkContext._jsc.sc().statusTracker()
+        pause = threading.Event()
+        for _ in range(int(_QUIET_LIMIT_S / _POLL_INTERVAL_S)):
+            if all(info.numRunningTasks() == 0 for info in tracker.getExecutorInfos()):
+                return
+            pause.wait(_POLL_INTERVAL_S)
+
+
+@contextmanager
+def open_lab(*, parallelism: int) -> Iterator[Lab]:
+    """Start Spark; stop its queries and itself whichever way the benchmark ends."""
+    folder = Path(tempfile.mkdtemp(prefix="anabranch-bench-"))
+    previous = signal.signal(signal.SIGTERM, _leave)
+    try:
+        spark = _start_spark(folder, parallelism)
+        try:
+            yield Lab(spark, folder)
+        finally:
+            _stop_spark(spark)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_spark(folder: Path, parallelism: int) -> SparkSession:
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    # Python tasks import the processors from here, whatever the current directory is.
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    builder = SparkSession.builder.master(f"local[{CORES}]").appName("anabranch-bench")
+    for name, value in _SETTINGS.items():
+        builder = builder.config(name, value)
+    spark = (
+        builder.config("spark.sql.shuffle.partitions", str(parallelism))
+        .config("spark.local.dir", str(folder / "local"))
+        .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
+        .config("spark.driver.extraJavaOptions", f'-Duser.timezone=UTC "-Dderby.system.home={folder}"')
+        .getOrCreate()
+    )
+    spark.sparkContext.setLogLevel("ERROR")
+    return spark
+
+
+def _stop_spark(spark: SparkSession) -> None:
+    spark.sparkContext.setLogLevel("OFF")
+    for query in spark.streams.active:
+        query.stop()
+    spark.stop()
+
+
+def _leave(_signal: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + signal.SIGTERM)

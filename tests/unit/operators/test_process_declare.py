@@ -1,0 +1,202 @@
+"""What a processor declares when a query is built, and what is refused there."""
+
+import threading
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from process_model import fields
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.stateful_processor import (
+    ListState,
+    MapState,
+    StatefulProcessor,
+    StatefulProcessorHandle,
+    ValueState,
+)
+from pyspark.sql.types import (
+    ArrayType,
+    CalendarIntervalType,
+    DataType,
+    DayTimeIntervalType,
+    DecimalType,
+    LongType,
+    StructField,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+    VariantType,
+    YearMonthIntervalType,
+)
+
+from anabranch.core.errors import UnsupportedError
+from anabranch.core.ids import StageNumber
+from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+from anabranch.operators.process import check_arguments, declare_state
+
+KEY = pa.schema([("id", pa.string())])
+COUNT = fields(count="long")
+
+
+class Processor(StatefulProcessor):
+    """Declares what a test tells it to."""
+
+    def __init__(self, declare: Any) -> None:
+        self.declare = declare
+        self.calls: list[str] = []
+
+    def init(self, handle: StatefulProcessorHandle) -> None:
+        self.calls.append("init")
+        self.found = self.declare(handle)
+
+    def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Any:
+        yield from ()
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def declare(what: Any) -> StageSpec:
+    return declare_state(Processor(what), KEY, StageNumber(3), "orders")
+
+
+def test_state_variables_of_every_kind_are_declared_in_the_order_of_init() -> None:
+    def init(handle: StatefulProcessorHandle) -> None:
+        handle.getMapState("carts", fields(item="string"), fields(amount="integer", price=DecimalType(10, 2)))
+        handle.getValueState("count", COUNT)
+        handle.getListState("seen", fields(at=TimestampType(), local=TimestampNTZType()))
+
+    spec = declare(init)
+    assert (spec.number, spec.name, spec.key) == (3, "orders", KEY)
+    assert spec.variables == (
+        VariableSpec(
+            "carts",
+            VariableKind.MAP,
+            pa.schema([("amount", pa.int32()), ("price", pa.decimal128(10, 2))]),
+            pa.schema([("item", pa.string())]),
+        ),
+        VariableSpec("count", VariableKind.VALUE, pa.schema([("count", pa.int64())])),
+        VariableSpec(
+            "seen", VariableKind.LIST, pa.schema([("at", pa.timestamp("us", "UTC")), ("local", pa.timestamp("us"))])
+        ),
+    )
+    assert StageSpec.from_json(spec.to_json()) == spec
+
+
+def test_schemas_may_be_strings(spark: SparkSession) -> None:
+    del spark  # whose parser reads them
+
+    def init(handle: StatefulProcessorHandle) -> None:
+        handle.getValueState("v", "a BIGINT, b STRUCT<x: INT, y: ARRAY<STRING>>")
+        handle.getMapState("m", "k DATE", "v DECIMAL(5,1)")
+
+    value, mapped = declare(init).variables
+    inner = pa.struct([("x", pa.int32()), ("y", pa.list_(pa.string()))])
+    assert [field.name for field in value.value] == ["a", "b"]
+    assert value.value.field("b").type.equals(inner)
+    assert (mapped.map_key, mapped.value) == (pa.schema([("k", pa.date32())]), pa.schema([("v", pa.decimal128(5, 1))]))
+
+
+def test_the_users_processor_is_left_as_it_was() -> None:
+    processor = Processor(lambda handle: handle.getValueState("count", COUNT))
+    declare_state(processor, KEY, StageNumber(0), "orders")
+    assert processor.calls == []
+    assert not hasattr(processor, "found")
+
+
+def test_the_copy_is_closed_after_init() -> None:
+    class Closing(Processor):
+        def close(self) -> None:
+            raise RuntimeError(f"closed after {self.calls}")
+
+    with pytest.raises(RuntimeError, match=r"closed after \['init'\]"):
+        declare_state(Closing(lambda handle: handle.getValueState("count", COUNT)), KEY, StageNumber(0), "orders")
+
+
+def test_handles_are_those_of_spark() -> None:
+    def init(handle: StatefulProcessorHandle) -> None:
+        assert isinstance(handle, StatefulProcessorHandle)
+        assert isinstance(handle.getValueState("v", COUNT), ValueState)
+        assert isinstance(handle.getListState("l", COUNT), ListState)
+        assert isinstance(handle.getMapState("m", COUNT, COUNT), MapState)
+
+    assert [variable.name for variable in declare(init).variables] == ["v", "l", "m"]
+
+
+def test_a_processor_without_state_is_fine() -> None:
+    assert declare(lambda handle: None).variables == ()  # noqa: ARG005
+
+
+@pytest.mark.parametrize(
+    ("init", "named"),
+    [
+        (lambda h: h.getValueState("count", COUNT, 1000), "ttlDurationMs of the state variable count"),
+        (lambda h: h.getListState("seen", COUNT, ttlDurationMs=0), "ttlDurationMs of the state variable seen"),
+        (lambda h: h.getMapState("m", COUNT, COUNT, 5), "ttlDurationMs of the state variable m"),
+        (lambda h: h.registerTimer(5), "registerTimer"),
+        (lambda h: h.deleteTimer(5), "deleteTimer"),
+        (lambda h: h.listTimers(), "listTimers"),
+        (lambda h: h.deleteIfExists("old"), "deleteIfExists('old')"),
+        (lambda h: [h.getValueState("x", COUNT), h.getListState("x", COUNT)], "a second state variable x"),
+        (lambda h: h.getValueState(" x", COUNT), "' x'"),
+        (lambda h: h.getValueState("", COUNT), "''"),
+        (lambda h: h.getValueState("x", LongType()), "LongType"),
+        (lambda h: h.getValueState("x", StructType()), "state variable x"),
+        (lambda h: h.getValueState("x", StructType([StructField("a", LongType())] * 2)), "two fields of one name"),
+        (lambda h: h.getValueState("x", fields(_hash="long")), "_hash"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(init: Any, named: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        declare(init)
+    assert named in str(caught.value)
+    assert "orders" in str(caught.value)
+    assert str(caught.value).endswith((".", "'."))
+
+
+@pytest.mark.parametrize(
+    "kind", [YearMonthIntervalType(), CalendarIntervalType(), VariantType(), ArrayType(YearMonthIntervalType())]
+)
+def test_types_that_state_cannot_hold_are_refused(kind: DataType) -> None:
+    with pytest.raises(UnsupportedError, match="state variable odd"):
+        declare(lambda handle: handle.getValueState("odd", fields(x=kind)))
+
+
+def test_an_interval_can_be_held() -> None:
+    (variable,) = declare(lambda handle: handle.getValueState("i", fields(x=DayTimeIntervalType()))).variables
+    assert variable.value.field("x").type == pa.duration("us")
+
+
+def test_a_processor_that_cannot_be_sent_is_refused() -> None:
+    processor = Processor(lambda handle: None)  # noqa: ARG005
+    processor.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match="cannot be sent to tasks.*in init"):
+        declare_state(processor, KEY, StageNumber(0), "orders")
+
+
+def test_names_of_the_key_must_not_be_taken() -> None:
+    with pytest.raises(UnsupportedError, match="_index"):
+        declare_state(Processor(lambda h: None), pa.schema([("_index", pa.int64())]), StageNumber(0), "s")  # noqa: ARG005
+
+
+@pytest.mark.parametrize("time_mode", ["none", "None", "NONE"])
+@pytest.mark.parametrize("output_mode", ["append", "Update", "COMPLETE"])
+def test_modes_are_read_in_any_case(time_mode: str, output_mode: str) -> None:
+    check_arguments(output_mode=output_mode, time_mode=time_mode, initial_state=None, event_time_column="")
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"time_mode": "ProcessingTime"}, "timeMode 'ProcessingTime'"),
+        ({"time_mode": "eventtime"}, "timeMode 'eventtime'"),
+        ({"time_mode": "never"}, "timeMode 'never' is unknown"),
+        ({"output_mode": "retract"}, "outputMode 'retract'"),
+        ({"initial_state": object()}, "initialState"),
+        ({"event_time_column": "at"}, "eventTimeColumnName 'at'"),
+    ],
+)
+def test_arguments_that_are_not_supported_are_refused_by_name(changed: dict[str, Any], named: str) -> None:
+    arguments = {"output_mode": "update", "time_mode": "none", "initial_state": None, "event_time_column": ""}
+    with pytest.raises(UnsupportedError, match=named):
+        check_arguments(**(arguments | changed))  # type: ignore[arg-type]
