@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from bench.figures import Figure
 from bench.report import say
-from bench.session import Lab
+from bench.session import Lab, check_interrupted
 
 _POLL_INTERVAL_S = 0.2
 #: An epoch that takes longer than this never ends.
@@ -101,6 +101,7 @@ def measure(lab: Lab, sides: Sequence[Side], *, repeats: int, rehearse: bool = T
     """Run all sides once for nothing, then `repeats` times, in turn; every other time in the opposite order."""
     if rehearse:
         for side in sides:
+            check_interrupted()
             say(f"rehearsal: {side.name}")
             _run(lab, side, -1, warmup=1, measured=min(side.warmup, _REHEARSED_EPOCHS))
     runs: list[Run] = []
@@ -138,6 +139,7 @@ def wait_for_epochs(query: Query, count: int) -> None:
     """Wait until the query has completed this many epochs; raises what ended the query, if it ends before."""
     seen, patience_s = -1, _EPOCH_LIMIT_S
     while seen < count - 1:
+        check_interrupted()
         if query.awaitTermination(_POLL_INTERVAL_S):
             raise BenchmarkError(f"The query ended by itself after epoch {seen}; {count} epochs were expected.")
         progress = query.lastProgress

@@ -18,7 +18,7 @@ from bench.harness import BenchmarkError
 from bench.machine import describe_machine
 from bench.options import KeyCount, Parallelism, Repeats, Store, Workers
 from bench.report import Line, Report, say
-from bench.session import Lab, open_lab
+from bench.session import Lab, check_interrupted, open_lab
 from bench.sides import ANABRANCH, Setup, totals
 
 _KEYS = 1_000_000
@@ -137,6 +137,7 @@ class _Feed:
 
     def put(self, first: int, end: int) -> None:
         """Add rows for the keys from `first` up to `end`, all at once: the file appears when it is complete."""
+        check_interrupted()
         staged = Path(self._lab.new_folder("staged"))
         rows = self._spark.range(first, end, numPartitions=1).selectExpr("id AS key", "id % 1000 AS amount")
         rows.write.parquet(str(staged))

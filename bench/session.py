@@ -29,6 +29,7 @@ _SETTINGS = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
+    "spark.log.level": "ERROR",
     "spark.sql.session.timeZone": "UTC",
     # Spark's best durable state: RocksDB, of which only changes are uploaded.
     "spark.sql.streaming.stateStore.providerClass": _ROCKSDB,
@@ -38,6 +39,8 @@ _SETTINGS = {
 }
 _POLL_INTERVAL_S = 0.05
 _QUIET_LIMIT_S = 30.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_interrupted = threading.Event()
 
 
 @dataclass
@@ -83,16 +86,35 @@ class Lab:
 def open_lab(*, parallelism: int) -> Iterator[Lab]:
     """Start Spark; stop its queries and itself whichever way the benchmark ends."""
     folder = Path(tempfile.mkdtemp(prefix="anabranch-bench-"))
-    previous = signal.signal(signal.SIGTERM, _leave)
+    previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
     try:
         spark = _start_spark(folder, parallelism)
+        # Spark has put its own handler there.
+        signal.signal(signal.SIGINT, _interrupt)
         try:
             yield Lab(spark, folder)
         finally:
             _stop_spark(spark)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_interrupted() -> None:
+    """Raise KeyboardInterrupt if the benchmark has been told to end."""
+    if _interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    """Leave at the next safe point: an exception in the middle of a call to the JVM would cut the line to it.
+
+    The second time, leave at once. Then the JVM and the workers end because this process, their parent, does.
+    """
+    if _interrupted.is_set():
+        raise KeyboardInterrupt
+    _interrupted.set()
 
 
 def _start_spark(folder: Path, parallelism: int) -> SparkSession:
@@ -110,7 +132,6 @@ def _start_spark(folder: Path, parallelism: int) -> SparkSession:
         .config("spark.driver.extraJavaOptions", f'-Duser.timezone=UTC "-Dderby.system.home={folder}"')
         .getOrCreate()
     )
-    spark.sparkContext.setLogLevel("ERROR")
     return spark
 
 
@@ -119,7 +140,3 @@ def _stop_spark(spark: SparkSession) -> None:
     for query in spark.streams.active:
         query.stop()
     spark.stop()
-
-
-def _leave(_signal: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + signal.SIGTERM)

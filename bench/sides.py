@@ -141,14 +141,20 @@ class _BatchQuery:
         return self._query.awaitTermination(timeout)
 
     def stop(self) -> None:
+        # Interrupting an epoch that Python runs makes Spark print pages of stack traces.
         with self._running:
             self._query.stop()
 
     def _run(self, rows: DataFrame, _epoch: int) -> None:
-        with self._running:
+        # Only a stop holds it at this point, and that waits for us in turn.
+        if not self._running.acquire(blocking=False):
+            return
+        try:
             # As in Spark's stateful queries and in Anabranch's epochs, the number of partitions is given.
             rows.sparkSession.conf.set("spark.sql.adaptive.enabled", "false")
             self._build(rows).write.format("noop").mode("append").save()
+        finally:
+            self._running.release()
 
 
 def _writer(result: Rows, checkpoint: str, trigger: str) -> Any:

@@ -10,6 +10,7 @@ import typer
 
 from anabranch.core.errors import AnabranchError
 from anabranch.core.settings import STORES
+from anabranch.demo.command import demo
 from anabranch.workload.command import workgen
 
 app = typer.Typer(
@@ -28,13 +29,13 @@ def _commands() -> None:
 
 @app.command()
 def worker(
-    host: Annotated[str, typer.Option(help="Address to listen on; off this machine a token is required.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 0,
     store: Annotated[str, typer.Option(help=f"Where state is kept: {' or '.join(STORES)}.")] = "memory",
     state_path: Annotated[str, typer.Option(help="Directory for local state; empty: a temporary one.")] = "",
     token: Annotated[str, typer.Option(envvar="ANABRANCH_TOKEN", help="Shared secret of workers and queries.")] = "",
     worker_id: Annotated[str, typer.Option("--id", help="Name of this worker; empty: made from host and pid.")] = "",
-    exit_with_parent: Annotated[bool, typer.Option("--exit-with-parent", help="Stop when standard input ends.")] = False,
+    exit_with_parent: Annotated[bool, typer.Option("--exit-with-parent", help="Stop when stdin ends.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log what happens.")] = False,
 ) -> None:
     """Run a state worker until it is told to stop."""
@@ -59,6 +60,7 @@ def worker(
 
 
 app.command()(workgen)
+app.command()(demo)
 
 
 def main() -> None:

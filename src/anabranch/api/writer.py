@@ -80,6 +80,7 @@ class StreamWriter:
         return self
 
     def foreach(self, f: Any) -> StreamWriter:
+        del f
         raise UnsupportedError("foreach is not supported. Use foreachBatch, and rows.foreach(...) in it.")
 
     def start(

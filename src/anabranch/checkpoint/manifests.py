@@ -15,8 +15,8 @@ from anabranch.checkpoint import documents, paths
 from anabranch.checkpoint.generations import check_generation
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.core.requests import Run
 from anabranch.core.ids import Epoch, Generation, RouteVersion, StageNumber, WorkerId
+from anabranch.core.requests import Run
 
 
 @dataclass(frozen=True)

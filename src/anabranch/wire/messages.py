@@ -100,8 +100,12 @@ class Read(EpochRequest):
     """The entries of the given keys in all state variables of a stage, as of the epoch before `epoch`."""
 
     stage: int
-    #: With key groups: also every other row of these groups (complete output mode).
-    rest_of_groups: list[int] = field(default_factory=list)
+    #: The key groups of the task's partition that this worker owns.
+    groups: list[int]
+    #: Also answer with every other row of these groups (complete output mode).
+    rest: bool = False
+    #: Also answer with the keys of these groups whose event time is over: [key column, its field or "", time in us].
+    expired: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

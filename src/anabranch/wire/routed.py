@@ -18,9 +18,32 @@ from anabranch.wire.messages import KEYS, LookUpRoute, Read, Write
 
 #: Rows of one message. A larger exchange goes in several messages, so that none nears gRPC's limit of 2 GiB.
 MAX_ROWS_PER_MESSAGE = 1_000_000
+#: Prefixes of the names of tables in the answer to a read: other rows of the groups, and keys that are over.
 REST = "rest."
+EXPIRED = "expired."
 
 Tables = dict[str, pa.Table]
+
+
+@dataclass(frozen=True)
+class Expiry:
+    """Which keys are over: those whose event time, a key column or a field of one, is not after a time."""
+
+    column: str
+    field: str
+    up_to_us: int
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a read gives, by state variable."""
+
+    #: The entries of the keys that were asked for; INDEX is the row number in the keys.
+    found: Tables
+    #: All other rows of the partition's key groups, if they were asked for.
+    rest: Tables
+    #: Rows of the partition's key groups whose event time is over, if they were asked for.
+    expired: Tables
 
 
 @dataclass(frozen=True)
@@ -68,12 +91,21 @@ class RoutedState:
 
     def read(self, keys: pa.Table) -> Tables:
         """The entries of `keys` in every state variable; INDEX is the row number in `keys`."""
-        answers, _ = self._read(keys, whole_groups=False)
-        return answers
+        return self.ask(keys).found
 
-    def read_all(self, keys: pa.Table) -> tuple[Tables, Tables]:
-        """As `read`, and in addition all other rows of this partition's key groups."""
-        return self._read(keys, whole_groups=True)
+    def ask(self, keys: pa.Table, *, rest: bool = False, expiry: Expiry | None = None) -> Answers:
+        """As `read`, and in the same exchange the other rows of the partition, or those that are over."""
+        routing = self._routing()
+        involved = self._involved(routing)
+        split = dict(self._split(routing, involved, keys))
+        parts = self._on_each(
+            involved, lambda worker: self._ask(routing, worker, keys, split.get(worker, _NOTHING), rest, expiry)
+        )
+        return Answers(
+            found=_merge([part.found for part in parts], ordered=True),
+            rest=_merge([part.rest for part in parts], ordered=False),
+            expired=_merge([part.expired for part in parts], ordered=False),
+        )
 
     def write(self, changes: Mapping[str, pa.Table]) -> None:
         """Stage all changes of this attempt and seal it, on every worker that owns a group of this partition."""
@@ -85,46 +117,45 @@ class RoutedState:
                 shares[worker][name] = table if rows is None else table.take(rows)
         self._on_each(involved, lambda worker: self._write_to(routing, worker, shares[worker]))
 
-    def _read(self, keys: pa.Table, *, whole_groups: bool) -> tuple[Tables, Tables]:
-        routing = self._routing()
-        involved = self._involved(routing)
-        split = dict(self._split(routing, involved, keys))
-
-        def ask(worker: int) -> tuple[Tables, Tables]:
-            rows = split.get(worker, _NOTHING)
-            mine = keys if rows is None else keys.take(rows)
-            groups = self.groups[routing.owners[self.groups] == worker].tolist() if whole_groups else []
-            return self._read_from(routing, worker, mine, rows, groups)
-
-        parts = self._on_each(involved, ask)
-        return _merge([part[0] for part in parts], ordered=True), _merge([part[1] for part in parts], ordered=False)
-
-    def _read_from(
+    def _ask(
         self,
         routing: Routing,
         worker: int,
         keys: pa.Table,
         rows: npt.NDArray[np.int64] | None,
-        groups: list[int],
-    ) -> tuple[Tables, Tables]:
+        rest: bool,
+        expiry: Expiry | None,
+    ) -> Answers:
         access = self._access
-        answers: list[Tables] = []
-        rests: list[Tables] = []
-        # The rest is what no chunk asked for, so a read of whole groups cannot be cut into chunks.
-        for start, chunk in _chunks(keys, limit=len(keys) if groups else MAX_ROWS_PER_MESSAGE):
+        mine = keys if rows is None else keys.take(rows)
+        groups = self.groups[routing.owners[self.groups] == worker].tolist()
+        parts: list[Answers] = []
+        # The rest is what no chunk asked for, so a read of the rest cannot be cut into chunks.
+        for start, chunk in _chunks(mine, limit=len(mine) if rest else MAX_ROWS_PER_MESSAGE):
             request = Read(
                 job=access.job,
                 generation=access.generation,
                 epoch=access.epoch,
                 run=access.run,
                 stage=access.stage.number,
-                rest_of_groups=groups,
+                groups=groups if rest or expiry else [],
+                rest=rest,
+                expired=[expiry.column, expiry.field, expiry.up_to_us] if expiry and start == 0 else [],
             )
             _, tables = self._client(routing, worker).call(request, {KEYS: chunk})
-            rests.append({n.removeprefix(REST): t for n, t in tables.items() if n.startswith(REST)})
-            found = {name: table for name, table in tables.items() if not name.startswith(REST)}
-            answers.append({name: _shifted(table, start, rows) for name, table in found.items()})
-        return _merge(answers, ordered=False), _merge(rests, ordered=False)
+            found = _named(tables, "")
+            parts.append(
+                Answers(
+                    found={name: _shifted(table, start, rows) for name, table in found.items()},
+                    rest=_named(tables, REST),
+                    expired=_named(tables, EXPIRED),
+                )
+            )
+        return Answers(
+            found=_merge([part.found for part in parts], ordered=False),
+            rest=_merge([part.rest for part in parts], ordered=False),
+            expired=_merge([part.expired for part in parts], ordered=False),
+        )
 
     def _write_to(self, routing: Routing, worker: int, changes: Tables) -> None:
         access = self._access
@@ -197,6 +228,13 @@ def decode_routing(document: Mapping[str, Any]) -> Routing:
         addresses=tuple(document["addresses"]),
         owners=np.array(document["owners"], dtype=np.int16),
     )
+
+
+def _named(tables: Tables, prefix: str) -> Tables:
+    """The tables with this prefix, without it; for no prefix, those of plain variables."""
+    if prefix:
+        return {name.removeprefix(prefix): table for name, table in tables.items() if name.startswith(prefix)}
+    return {name: table for name, table in tables.items() if not name.startswith((REST, EXPIRED))}
 
 
 def _chunks(table: pa.Table, *, limit: int) -> Iterator[tuple[int, pa.Table]]:

@@ -23,7 +23,8 @@ from anabranch.core.requests import Refusal, Run, RunId, StageAttempt
 from anabranch.core.schemas import StageSpec
 from anabranch.core.transactions import TransactionMachine
 from anabranch.wire import messages
-from anabranch.wire.routed import REST
+from anabranch.wire.routed import EXPIRED, REST
+from anabranch.worker.expiry import EventTime, ExpiryIndex
 from anabranch.worker.layers import VariableState
 from anabranch.worker.stores import open_store
 
@@ -54,6 +55,8 @@ class WorkerJob:
         self._staged: dict[StageAttempt, list[Tables]] = {}
         #: The chosen changes of the epoch that is prepared, by stage and variable.
         self._prepared: dict[tuple[int, str], pa.Table] = {}
+        #: For stages whose keys expire, made when they first ask.
+        self._expiries: dict[tuple[int, str], ExpiryIndex] = {}
         self._routing: dict[str, Any] = {}
 
     def open(self, request: messages.OpenJob) -> dict[str, Any]:
@@ -115,10 +118,27 @@ class WorkerJob:
         answers: Tables = {}
         for name, state in states.items():
             answers[name] = pa.Table.from_batches([state.read(keys, epoch)])
-            if request.rest_of_groups:
-                rest = list(state.scan(epoch, request.rest_of_groups, without=keys))
+            if request.rest:
+                rest = list(state.scan(epoch, request.groups, without=keys))
                 answers[REST + name] = pa.Table.from_batches(rest, schema=state.layout.rows)
+            if request.expired:
+                answers[EXPIRED + name] = self._expired((request.stage, name), request, epoch)
         return answers
+
+    def _expired(self, variable: tuple[int, str], request: messages.Read, epoch: int) -> pa.Table:
+        """Rows whose event time is over. Only groups that may have such rows are scanned."""
+        column, field, up_to_us = request.expired
+        state = self._states[variable]
+        event_time = EventTime(column, field)
+        with self._lock:
+            index = self._expiries.get(variable)
+            if index is None or index.event_time != event_time:
+                index = self._expiries[variable] = ExpiryIndex(event_time, self._key_groups)
+            groups = index.candidates(request.groups, up_to_us)
+        batches = list(state.scan(epoch, groups)) if groups else []
+        with self._lock:
+            expired = index.split(batches, groups, up_to_us)
+        return pa.Table.from_batches(expired, schema=state.layout.rows)
 
     def write(self, request: messages.Write, tables: Tables) -> dict[str, Any]:
         attempt = StageAttempt(StageNumber(request.stage), Partition(request.partition), Attempt(request.attempt))
@@ -211,13 +231,18 @@ class WorkerJob:
                 case requests.DropLayersAfter():
                     for state in self._states.values():
                         state.drop_layers_after(instruction.epoch)
+                    self._expiries = {}
                 case requests.FoldUpTo():
                     self._folds.append(self._folder.submit(self._fold, list(self._states.values()), instruction.epoch))
 
     def _add_layer(self, epoch: Epoch) -> None:
         for (stage, variable), state in self._states.items():
             changes = self._prepared.get((stage, variable))
-            state.add_layer(epoch, state.layout.changes.empty_table() if changes is None else changes)
+            if changes is None:
+                changes = state.layout.changes.empty_table()
+            elif (expiry := self._expiries.get((stage, variable))) is not None:
+                expiry.note(changes)
+            state.add_layer(epoch, changes)
         self._prepared = {}
         self._staged = {}
 
@@ -250,7 +275,7 @@ class WorkerJob:
     def _reset(self) -> None:
         for state in self._states.values():
             state.close()
-        self._staged, self._prepared = {}, {}
+        self._staged, self._prepared, self._expiries = {}, {}, {}
         self._states = {}
         for spec in self._stages.values():
             for variable, layout in spec.layouts.items():

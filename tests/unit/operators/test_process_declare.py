@@ -1,5 +1,7 @@
 """What a processor declares when a query is built, and what is refused there."""
 
+# ruff: noqa: ARG002  (Spark gives the names of arguments)
+
 import threading
 from typing import Any
 
@@ -170,7 +172,7 @@ def test_an_interval_can_be_held() -> None:
 def test_a_processor_that_cannot_be_sent_is_refused() -> None:
     processor = Processor(lambda handle: None)  # noqa: ARG005
     processor.lock = threading.Lock()  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedError, match="cannot be sent to tasks.*in init"):
+    with pytest.raises(UnsupportedError, match=r"cannot be sent to tasks.*in init"):
         declare_state(processor, KEY, StageNumber(0), "orders")
 
 

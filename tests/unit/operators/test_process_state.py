@@ -1,5 +1,7 @@
 """State variables in the hands of a processor, over several epochs: what it reads, and what is sent."""
 
+# ruff: noqa: ARG002  (Spark gives the names of arguments)
+
 from collections.abc import Callable
 from typing import Any
 
@@ -158,9 +160,13 @@ def test_what_user_code_does_to_a_list_within_a_value_stays_outside() -> None:
         read[0].append(4)
 
     state, seen = run(
-        {"a": "keep get spoil get"}, {"a": "spoil get"},
-        keep=keep, spoil=spoil, get=GET, value=fields(n=ArrayType(StringType())),
-    )  # fmt: skip
+        {"a": "keep get spoil get"},
+        {"a": "spoil get"},
+        keep=keep,
+        spoil=spoil,
+        get=GET,
+        value=fields(n=ArrayType(StringType())),
+    )
     assert seen == [["None", "(['1', '2'],)", "None", "(['1', '2'],)"], ["None", "(['1', '2'],)"]]
     assert state.value("v", "a") == (["1", "2"],)
 
@@ -170,14 +176,19 @@ LIST: Act = lambda p: list(p.list.get())  # noqa: E731
 
 def test_a_list_lives_from_epoch_to_epoch() -> None:
     state, seen = run(
-        {"a": "all exists put all exists"}, {"a": "append all extend"}, {"a": "all"}, {"a": "put"}, {"a": "clear all exists"}, {"a": "all"},
+        {"a": "all exists put all exists"},
+        {"a": "append all extend"},
+        {"a": "all"},
+        {"a": "put"},
+        {"a": "clear all exists"},
+        {"a": "all"},
         all=LIST,
         exists=lambda p: p.list.exists(),
         put=lambda p: p.list.put([(1, "p"), [2, "q"]]),
         append=lambda p: p.list.appendValue((np.int32(3), "r")),
         extend=lambda p: p.list.appendList(iter([(4, None), (None, None)])),
         clear=lambda p: p.list.clear(),
-    )  # fmt: skip
+    )
     assert seen[0] == ["[]", "False", "None", "[(1, 'p'), (2, 'q')]", "True"]
     assert seen[1] == ["None", "[(1, 'p'), (2, 'q'), (3, 'r')]", "None"]
     assert seen[2] == ["[(1, 'p'), (2, 'q'), (3, 'r'), (4, None), (None, None)]"]
@@ -199,9 +210,12 @@ def test_a_list_lives_from_epoch_to_epoch() -> None:
 
 def test_appending_after_a_clear_starts_again() -> None:
     state, seen = run(
-        {"a": "append append"}, {"a": "append clear append append all", "b": "append clear"},
-        append=lambda p: p.list.appendValue((7, "x")), clear=lambda p: p.list.clear(), all=LIST,
-    )  # fmt: skip
+        {"a": "append append"},
+        {"a": "append clear append append all", "b": "append clear"},
+        append=lambda p: p.list.appendValue((7, "x")),
+        clear=lambda p: p.list.clear(),
+        all=LIST,
+    )
     assert seen[1][-1] == "[(7, 'x'), (7, 'x')]"
     assert sent(state, "l") == [
         (Op.CLEAR, "a", None, None, None),
@@ -243,8 +257,14 @@ def test_a_list_may_change_while_it_is_read() -> None:
 @pytest.mark.parametrize("method", ["put", "appendList"])
 @pytest.mark.parametrize(
     ("given", "kind"),
-    [([], PySparkRuntimeError), (None, TypeError), ([None], TypeError), ([(1, "a"), (1,)], PySparkRuntimeError), ([("a", 1)], TypeError)],
-)  # fmt: skip
+    [
+        ([], PySparkRuntimeError),
+        (None, TypeError),
+        ([None], TypeError),
+        ([(1, "a"), (1,)], PySparkRuntimeError),
+        ([("a", 1)], TypeError),
+    ],
+)
 def test_lists_that_do_not_fit_are_refused_whole(method: str, given: Any, kind: type[Exception]) -> None:
     def attempt(processor: Scripted) -> str:
         with pytest.raises(kind, match="State variable l") as caught:
@@ -278,8 +298,17 @@ def test_a_map_lives_from_epoch_to_epoch() -> None:
     )
     both = "[(('x',), (1, 'one')), (('y',), (9, 'nine'))]"
     assert seen[0] == [
-        "[]", "False", "None", "(False, False)", "None", "None", "Row(a=1, b='one')", "(True, False)", both, "True",
-    ]  # fmt: skip
+        "[]",
+        "False",
+        "None",
+        "(False, False)",
+        "None",
+        "None",
+        "Row(a=1, b='one')",
+        "(True, False)",
+        both,
+        "True",
+    ]
     assert seen[1][:3] == ["Row(a=1, b='one')", "[('x',), ('y',)]", "[(1, 'one'), (9, 'nine')]"]
     assert seen[1][5] == seen[2][0] == "[(('x',), (2, None))]"
     assert sent(state, "m", 0) == [(Op.PUT, "a", "x", 1, "one"), (Op.PUT, "a", "y", 9, "nine")]
@@ -289,12 +318,16 @@ def test_a_map_lives_from_epoch_to_epoch() -> None:
 
 def test_a_cleared_map_sends_one_change() -> None:
     state, seen = run(
-        {"a": "x y", "b": "x"}, {"a": "y clear exists x items", "b": "drop x", "c": "x clear"}, {"a": "clear"},
+        {"a": "x y", "b": "x"},
+        {"a": "y clear exists x items", "b": "drop x", "c": "x clear"},
+        {"a": "clear"},
         x=lambda p: p.map.updateValue(("x",), (1, "one")),
         y=lambda p: p.map.updateValue(("y",), (2, "two")),
         drop=lambda p: p.map.removeKey(("x",)),
-        clear=lambda p: p.map.clear(), exists=lambda p: p.map.exists(), items=ITEMS,
-    )  # fmt: skip
+        clear=lambda p: p.map.clear(),
+        exists=lambda p: p.map.exists(),
+        items=ITEMS,
+    )
     assert seen[1] == ["None", "None", "False", "None", "[(('x',), (1, 'one'))]"]
     clear, *puts = sent(state, "m", 1)
     assert clear == (Op.CLEAR, "a", None, None, None)
@@ -309,16 +342,21 @@ def test_a_map_may_change_while_it_is_read() -> None:
             processor.map.removeKey(key)
         return len(list(processor.map.iterator()))
 
-    state, seen = run({"a": "x y"}, {"a": "drain"},
-        x=lambda p: p.map.updateValue(("x",), (1, "one")), y=lambda p: p.map.updateValue((None,), (1, "one")), drain=drain,
-    )  # fmt: skip
+    state, seen = run(
+        {"a": "x y"},
+        {"a": "drain"},
+        x=lambda p: p.map.updateValue(("x",), (1, "one")),
+        y=lambda p: p.map.updateValue((None,), (1, "one")),
+        drain=drain,
+    )
     assert seen[1] == ["0"]
     assert sorted(sent(state, "m"), key=str) == [(Op.DELETE, "a", "x", None, None), (Op.DELETE, "a", None, None, None)]
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [(None, (1, "x")), (("c",), None), (("c",), (1,)), (("c", "d"), (1, "x")), ((1.5,), (1, "x")), (("c",), ("x", 1))]
-)  # fmt: skip
+    ("key", "value"),
+    [(None, (1, "x")), (("c",), None), (("c",), (1,)), (("c", "d"), (1, "x")), ((1.5,), (1, "x")), (("c",), ("x", 1))],
+)
 def test_map_entries_that_do_not_fit_are_refused(key: Any, value: Any) -> None:
     def attempt(processor: Scripted) -> str:
         with pytest.raises(PySparkException, match="State variable m") as caught:
@@ -357,9 +395,15 @@ def test_map_keys_may_be_of_any_type() -> None:
 
 
 def test_state_belongs_to_the_current_key() -> None:
-    state, _ = run({"a": "set append x", "b": "get"}, {"b": "set2"},
-        set=_set(1), set2=_set(2), get=GET, append=lambda p: p.list.appendValue((1, "l")), x=lambda p: p.map.updateValue(("x",), (1, "m")),
-    )  # fmt: skip
+    state, _ = run(
+        {"a": "set append x", "b": "get"},
+        {"b": "set2"},
+        set=_set(1),
+        set2=_set(2),
+        get=GET,
+        append=lambda p: p.list.appendValue((1, "l")),
+        x=lambda p: p.map.updateValue(("x",), (1, "m")),
+    )
     assert (state.value("v", "a"), state.value("v", "b")) == ((1,), (2,))
     assert (state.elements("l", "a"), state.elements("l", "b")) == ([(1, "l")], [])
     assert (state.map("m", "a"), state.map("m", "b")) == ([(("x",), (1, "m"))], [])
@@ -386,9 +430,21 @@ class Misplaced(Scripted):
 @pytest.mark.parametrize("where", ["init", "close"])
 @pytest.mark.parametrize(
     "act",
-    [GET, EXISTS, _set(1), lambda p: p.value.clear(), LIST, lambda p: p.list.put([(1, "a")]), lambda p: p.list.appendValue((1, "a")),
-     lambda p: p.list.clear(), ITEMS, lambda p: p.map.getValue(("a",)), lambda p: p.map.updateValue(("a",), (1, "b")), lambda p: p.map.clear()],
-)  # fmt: skip
+    [
+        GET,
+        EXISTS,
+        _set(1),
+        lambda p: p.value.clear(),
+        LIST,
+        lambda p: p.list.put([(1, "a")]),
+        lambda p: p.list.appendValue((1, "a")),
+        lambda p: p.list.clear(),
+        ITEMS,
+        lambda p: p.map.getValue(("a",)),
+        lambda p: p.map.updateValue(("a",), (1, "b")),
+        lambda p: p.map.clear(),
+    ],
+)
 def test_without_a_key_there_is_no_state(where: str, act: Act) -> None:
     with pytest.raises(EpochError, match=rf"failed in {where}.*there is no key.*only in handleInputRows"):
         run_epochs(Misplaced(where, act), [[{"id": "a", "step": "go"}]], key=KEY, output=OUTPUT)

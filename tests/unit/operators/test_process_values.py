@@ -1,5 +1,7 @@
 """The types of state: what user code may pass, what it reads at once, and what it reads an epoch later."""
 
+# ruff: noqa: ARG002  (Spark gives the names of arguments)
+
 import datetime as dt
 import decimal
 import time
@@ -219,7 +221,7 @@ def test_a_value_of_another_type_is_refused_by_name(kind: DataType, given: Any) 
     ("kind", "given"), [(ByteType(), 128), (IntegerType(), 2**31), (ArrayType(ShortType()), [2**15])]
 )
 def test_a_number_out_of_range_fails_the_epoch(kind: DataType, given: Any) -> None:
-    with pytest.raises(Exception, match="state variable v, field x: .* is not a"):
+    with pytest.raises(Exception, match=r"state variable v, field x: .* is not a"):
         kept(kind, given)
 
 
@@ -241,5 +243,5 @@ def test_fields_named_like_the_key_do_not_mix_with_it() -> None:
     rows = [{"id": str(number)} for number in range(10)]
     state, outputs = run_epochs(Mixed(), [rows, rows], key=KEY, output=fields(id="string"))
     assert sorted(row["id"] for row in outputs[0]) == sorted(row["id"] for row in outputs[1])
-    assert f"(4, None, [Row(x=4, y=None)], 'own 4')" in [row["id"] for row in outputs[1]]  # noqa: F541
+    assert "(4, None, [Row(x=4, y=None)], 'own 4')" in [row["id"] for row in outputs[1]]
     assert state.writes[0]["v"].schema.names[-1] == "value.id"

@@ -8,25 +8,33 @@ import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql.types import ByteType, StructField, StructType
 
+from anabranch.core.errors import UnsupportedError
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
-from anabranch.operators.aggregate.functions import AggregateFunction, parse, resolve
+from anabranch.operators.aggregate.functions import AggregateFunction, parse, resolve, sql_of
 from anabranch.operators.aggregate.stage import ALL, VARIABLE, AggregateStage
 from anabranch.operators.keys import StageName, arrow_schema, check_key_fields
+
+#: Spark's mark of a column with a watermark.
+_WATERMARK = "spark.watermarkDelayMs"
 
 
 def build_aggregate(
     name: StageName, rows: DataFrame, keys: Sequence[Column], aggregates: Sequence[Column]
 ) -> tuple[AggregateStage, DataFrame]:
     """The stage, and an empty DataFrame with the schema of its result."""
+    _refuse_sessions(keys)
     calls = [parse(column) for column in aggregates]
     result: StructType = rows.groupBy(*keys).agg(*aggregates).schema
     key_fields = result.fields[: len(keys)] or [StructField(ALL, ByteType(), False)]
     check_key_fields(key_fields)
+    spark = rows.sparkSession
+    ansi = spark.conf.get("spark.sql.ansi.enabled") == "true"
     functions = []
     for call, output in zip(calls, result.fields[len(keys) :], strict=True):
         types = [rows.select(argument).schema.fields[0].dataType for argument in call.arguments]
-        functions.append(resolve(call, argument_types=types, output_name=output.name, output_type=output.dataType))
-    spark = rows.sparkSession
+        functions.append(
+            resolve(call, argument_types=types, output_name=output.name, output_type=output.dataType, ansi=ansi)
+        )
     stage = AggregateStage(
         spec=StageSpec(
             number=name.number,
@@ -37,10 +45,27 @@ def build_aggregate(
         parallelism=name.parallelism,
         key_fields=tuple(key_fields),
         functions=tuple(functions),
-        ansi=spark.conf.get("spark.sql.ansi.enabled") == "true",
+        ansi=ansi,
         key_columns=tuple(keys),
+        event_time=_event_time(key_fields),
     )
     return stage, spark.createDataFrame([], result)
+
+
+def _event_time(key_fields: Sequence[StructField]) -> tuple[int, str] | None:
+    """The first key column under a watermark; Spark marks such columns, windows included, in their metadata."""
+    for position, field in enumerate(key_fields):
+        if _WATERMARK in (field.metadata or {}):
+            return position, "end" if isinstance(field.dataType, StructType) else ""
+    return None
+
+
+def _refuse_sessions(keys: Sequence[Column]) -> None:
+    for key in keys:
+        if "session_window(" in sql_of(key):
+            raise UnsupportedError(
+                "Session windows are not supported. Use window(...), or keep sessions with transformWithState."
+            )
 
 
 def _buffer_schema(functions: Sequence[AggregateFunction]) -> pa.Schema:

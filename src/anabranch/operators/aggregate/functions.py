@@ -45,6 +45,9 @@ class Buffer:
     partial: Callable[[Sequence[Column]], Column]
     type: DataType
     merge: Merge
+    #: How many buffers further on is the one that tells whether any value was seen: a sum of decimals that is null
+    #: although it has seen some has overflowed, and stays null. 0: a null means that there was no value yet.
+    seen: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,19 +106,19 @@ def sql_of(column: Column) -> str:
 
 
 def resolve(
-    call: Call, *, argument_types: Sequence[DataType], output_name: str, output_type: DataType
+    call: Call, *, argument_types: Sequence[DataType], output_name: str, output_type: DataType, ansi: bool
 ) -> AggregateFunction:
     """Choose the partial aggregates of a call whose types Spark has worked out."""
     argument_type = argument_types[0] if argument_types else LongType()
     maker = {"count": _count, "sum": _sum, "avg": _avg, "min": _extreme, "max": _extreme}[call.function]
-    buffers, finish = maker(call, argument_type, output_type)
+    buffers, finish = maker(call, argument_type, output_type, ansi)
     return AggregateFunction(call.function, call.arguments, output_name, output_type, buffers, finish)
 
 
 _Parts = tuple[tuple[Buffer, ...], Callable[[Sequence[Column]], Column]]
 
 
-def _count(_call: Call, _type: DataType, _output: DataType) -> _Parts:
+def _count(_call: Call, _type: DataType, _output: DataType, _ansi: bool) -> _Parts:
     def partial(inputs: Sequence[Column]) -> Column:
         if len(inputs) <= 1:
             return F.count(inputs[0] if inputs else F.lit(1))
@@ -129,23 +132,27 @@ def _count(_call: Call, _type: DataType, _output: DataType) -> _Parts:
     return (Buffer("", partial, LongType(), Merge.SUM),), lambda buffers: buffers[0]
 
 
-def _sum(call: Call, argument: DataType, output: DataType) -> _Parts:
+def _sum(call: Call, argument: DataType, output: DataType, _ansi: bool) -> _Parts:
     _require(call, argument, (NumericType, StringType))
+    if isinstance(argument, DecimalType):
+        total = Buffer("", lambda inputs: F.sum(inputs[0]), output, Merge.SUM, seen=1)
+        seen = Buffer(".seen", lambda inputs: F.count(inputs[0]) > 0, BooleanType(), Merge.MAX)
+        return (total, seen), lambda buffers: buffers[0]
     return (Buffer("", lambda inputs: F.sum(inputs[0]), output, Merge.SUM),), lambda buffers: buffers[0]
 
 
-def _avg(call: Call, argument: DataType, output: DataType) -> _Parts:
+def _avg(call: Call, argument: DataType, output: DataType, ansi: bool) -> _Parts:
     _require(call, argument, (NumericType, StringType))
     count = Buffer(".count", lambda inputs: F.count(inputs[0]), LongType(), Merge.SUM)
     if isinstance(argument, DecimalType):
         total_type = DecimalType(min(38, argument.precision + 10), argument.scale)
-        total = Buffer(".sum", lambda inputs: F.sum(inputs[0]), total_type, Merge.SUM)
-        return (total, count), lambda b: F.when(b[1] != 0, (b[0] / b[1].cast("decimal(20,0)")).cast(output))
+        total = Buffer(".sum", lambda inputs: F.sum(inputs[0]), total_type, Merge.SUM, seen=1)
+        return (total, count), lambda b: F.when(b[1] != 0, _divide(b[0], b[1].cast("decimal(20,0)"), output, ansi))
     total = Buffer(".sum", lambda inputs: F.sum(inputs[0].cast("double")), DoubleType(), Merge.SUM)
     return (total, count), lambda b: F.when(b[1] != 0, b[0] / b[1].cast("double"))
 
 
-def _extreme(call: Call, argument: DataType, output: DataType) -> _Parts:
+def _extreme(call: Call, argument: DataType, output: DataType, _ansi: bool) -> _Parts:
     _require(call, argument, _ORDERABLE)
     function = F.min if call.function == "min" else F.max
     merge = Merge.MIN if call.function == "min" else Merge.MAX
@@ -165,11 +172,30 @@ def _node_of(column: Column) -> Any:
     return java_column.node()
 
 
-def _column(node: Any) -> Column:
-    from pyspark import SparkContext
+def _divide(total: Column, count: Column, output: DataType, ansi: bool) -> Column:
+    """The division that Spark's own average uses: ``total / count`` rounds to fewer digits than the average has."""
     from pyspark.sql.classic.column import Column as ClassicColumn
+
+    jvm = _jvm()
+    columns = jvm.org.apache.spark.sql.classic.ExpressionUtils
+    left, right = (columns.expression(column._jc) for column in (total, count))
+    result = jvm.org.apache.spark.sql.types.DataType.fromJson(output.json())
+    quotient = jvm.org.apache.spark.sql.catalyst.expressions.DecimalDivideWithOverflowCheck(
+        left, right, result, None, not ansi
+    )
+    return ClassicColumn(columns.column(quotient))
+
+
+def _column(node: Any) -> Column:
+    from pyspark.sql.classic.column import Column as ClassicColumn
+
+    return ClassicColumn(_jvm().org.apache.spark.sql.Column(node))
+
+
+def _jvm() -> Any:
+    from pyspark import SparkContext
 
     context = SparkContext._active_spark_context
     if context is None or context._jvm is None:
         raise UnsupportedError("There is no active Spark context. Create a SparkSession first.")
-    return ClassicColumn(context._jvm.org.apache.spark.sql.Column(node))
+    return context._jvm

@@ -29,6 +29,14 @@ def merge_columns(how: Merge, old: pa.Array, new: pa.Array, *, ansi: bool) -> pa
     return pc.if_else(pc.is_null(old), new, pc.if_else(pc.is_null(new), old, merged))
 
 
+def null_where_overflowed(merged: pa.Array, total: pa.Array, seen: pa.Array) -> pa.Array:
+    """Merged sums, null where one of the two that were merged is null although it has seen a value."""
+    if total.null_count == 0:
+        return merged
+    has_values = pc.fill_null(seen.cast(pa.bool_()), False)
+    return pc.if_else(pc.and_(pc.is_null(total), has_values), pa.scalar(None, merged.type), merged)
+
+
 def _sum(old: pa.Array, new: pa.Array, ansi: bool) -> pa.Array:
     if pa.types.is_decimal(old.type):
         return _sum_decimals(old, new, ansi)
@@ -62,7 +70,7 @@ def _null_where_too_large(total: pa.Array, exact: pa.DataType) -> pa.Array:
     """Spark without ANSI: a decimal sum that does not fit is NULL."""
     # Python integers are exact at any size, and this is the path of an overflow, not of every epoch.
     limit = 10 ** (exact.precision - exact.scale)
-    fitting = [None if v is None or abs(v) >= limit else v for v in total.to_pylist()]
+    fitting = [None if v is None or v.copy_abs() >= limit else v for v in total.to_pylist()]
     return pa.array(fitting, type=exact)
 
 

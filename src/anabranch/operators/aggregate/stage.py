@@ -16,9 +16,9 @@ from anabranch.engine.placement import place, with_hash
 from anabranch.engine.stages import EpochContext
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.aggregate.functions import AggregateFunction
-from anabranch.operators.aggregate.merge import Merge, merge_columns
+from anabranch.operators.aggregate.merge import Merge, merge_columns, null_where_overflowed
 from anabranch.operators.keys import key_name, nullable_field
-from anabranch.wire.routed import RoutedState, StageAccess
+from anabranch.wire.routed import Answers, Expiry, RoutedState, StageAccess
 
 #: The state variable of an aggregate stage.
 VARIABLE = "aggregates"
@@ -38,6 +38,8 @@ class AggregateStage:
     ansi: bool
     #: Expressions of the key columns; bound to the stage's input.
     key_columns: tuple[Column, ...]
+    #: The key column with the event time, if there is a watermark on it; its field, for a window.
+    event_time: tuple[int, str] | None
 
     def project(self, rows: DataFrame) -> DataFrame:
         """The stateless half: key columns and the inputs of the aggregates, under names of our own."""
@@ -50,20 +52,32 @@ class AggregateStage:
         return rows.select(*keys, *inputs) if keys or inputs else rows.select(F.lit(1).alias("_row"))
 
     def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
-        merged = run_in_tasks(
-            place(with_hash(self._pre_aggregate(rows), self._key_names()), access),
-            access,
-            _MergeTask(
-                self.spec, tuple(b.merge for f in self.functions for b in f.buffers), self.ansi, context.complete
-            ),
-            self._task_schema(),
-        )
-        return self._finish(merged)
+        expiry = self._expiry(context)
+        if expiry is not None:
+            rows = rows.filter(self._in_time(expiry.up_to_us))
+        merges = tuple((buffer.merge, buffer.seen) for function in self.functions for buffer in function.buffers)
+        task = _MergeTask(self.spec, merges, self.ansi, context.complete, expiry)
+        placed = place(with_hash(self._pre_aggregate(rows), self._key_names()), access)
+        return self._finish(run_in_tasks(placed, access, task, self._task_schema()))
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
         """The state as the query's result would show it."""
         del variable
         return self._finish(state.toDF(HASH, *self._key_names(), *self._buffer_names()))
+
+    def _expiry(self, context: EpochContext) -> Expiry | None:
+        """What the watermark has passed. In complete mode the result keeps everything, and nothing is late."""
+        if self.event_time is None or context.watermark_ms is None or context.complete:
+            return None
+        position, field = self.event_time
+        return Expiry(self.spec.key.names[position], field, context.watermark_ms * 1000)
+
+    def _in_time(self, up_to_us: int) -> Column:
+        assert self.event_time is not None
+        position, field = self.event_time
+        time = F.col(key_name(position)).getField(field) if field else F.col(key_name(position))
+        limit = F.timestamp_micros(F.lit(up_to_us))
+        return ~F.coalesce(time <= limit, F.lit(False))
 
     def _pre_aggregate(self, rows: DataFrame) -> DataFrame:
         partials = []
@@ -108,26 +122,28 @@ class _MergeTask:
     """What a task does with its partition: read, merge, write, emit."""
 
     spec: StageSpec
-    merges: tuple[Merge, ...]
+    #: For each buffer how it is merged, and how far on the buffer is that tells whether it has seen a value.
+    merges: tuple[tuple[Merge, int], ...]
     ansi: bool
     complete: bool
+    expiry: Expiry | None
 
     def __call__(self, batches: Sequence[pa.RecordBatch], state: RoutedState) -> Iterator[pa.RecordBatch]:
         layout = self.spec.layouts[VARIABLE]
         partials = pa.Table.from_batches(batches).combine_chunks() if batches else layout.rows.empty_table()
         partials = partials.rename_columns(layout.rows.names).cast(layout.rows)
         keys = partials.select(layout.keys.names)
-        rest = layout.rows.empty_table()
-        if self.complete:
-            answers, rests = state.read_all(keys)
-            rest = rests.get(VARIABLE, rest)
-        elif len(partials):
-            answers = state.read(keys)
+        if len(partials) or self.complete or self.expiry:
+            answers = state.ask(keys, rest=self.complete, expiry=self.expiry)
         else:
-            answers = {}
-        merged = self._merge(partials, answers)
-        state.write({VARIABLE: _as_changes(merged, layout.changes)} if len(merged) else {})
-        for table in (merged, rest):
+            answers = Answers({}, {}, {})
+        merged = self._merge(partials, answers.found)
+        changes = [_as_changes(merged, Op.PUT, layout.changes)]
+        if VARIABLE in answers.expired:
+            changes.append(_as_changes(answers.expired[VARIABLE], Op.DELETE, layout.changes))
+        changed = pa.concat_tables(changes)
+        state.write({VARIABLE: changed} if len(changed) else {})
+        for table in (merged, answers.rest.get(VARIABLE, layout.rows.empty_table())):
             yield from table.to_batches(max_chunksize=_MAX_ROWS_PER_BATCH)
 
     def _merge(self, partials: pa.Table, answers: Mapping[str, pa.Table]) -> pa.Table:
@@ -139,11 +155,15 @@ class _MergeTask:
         positions[answer.column(INDEX).to_numpy()] = np.arange(len(answer))
         take = pa.array(positions, mask=positions < 0)
         first = len(layout.keys)
+        old = [answer.column(1 + number).combine_chunks().take(take) for number in range(len(self.merges))]
+        new = [partials.column(first + number).combine_chunks() for number in range(len(self.merges))]
         columns = partials.columns[:first]
-        for number, merge in enumerate(self.merges):
-            old = answer.column(1 + number).combine_chunks().take(take)
-            new = partials.column(first + number).combine_chunks()
-            columns.append(merge_columns(merge, old, new, ansi=self.ansi))
+        for number, (how, seen) in enumerate(self.merges):
+            merged = merge_columns(how, old[number], new[number], ansi=self.ansi)
+            if seen:
+                for total, values in ((old[number], old[number + seen]), (new[number], new[number + seen])):
+                    merged = null_where_overflowed(merged, total, values)
+            columns.append(merged)
         return pa.table(columns, schema=layout.rows)
 
 
@@ -151,9 +171,9 @@ class _MergeTask:
 _MAX_ROWS_PER_BATCH = 65_536
 
 
-def _as_changes(rows: pa.Table, schema: pa.Schema) -> pa.Table:
-    op = pa.array(np.full(len(rows), Op.PUT, dtype=np.int8))
-    return pa.table([rows.column(0), op, *rows.columns[1:]], schema=schema)
+def _as_changes(rows: pa.Table, op: int, schema: pa.Schema) -> pa.Table:
+    ops = pa.array(np.full(len(rows), op, dtype=np.int8))
+    return pa.table([rows.column(0), ops, *rows.columns[1:]], schema=schema)
 
 
 def _input(i: int, j: int) -> str:

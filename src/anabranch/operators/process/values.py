@@ -165,7 +165,7 @@ def _decimal(data_type: spark.DecimalType) -> ValueCodec:
         if not isinstance(value, decimal.Decimal) or not value.is_finite():
             _refuse(value)
         rounded = context.quantize(value, step)
-        if abs(rounded) >= limit:
+        if rounded.copy_abs() >= limit:
             raise ValueError(f"{value} does not fit")
         return rounded
 
