@@ -74,16 +74,17 @@ class Oracle:
         self.folder = folder
         self.options: dict[str, Any] = {"anabranch.workerAddresses": ",".join(addresses)} if addresses else {}
 
+    def new_folder(self, name: str) -> Path:
+        return self.folder / f"{name}-{uuid.uuid4().hex}"
+
     def native(self, query: Query, rows: DataFrame, mode: str = "update") -> Result:
         """What Spark makes of the query."""
-        return run(query(rows).writeStream, self.folder / f"native-{uuid.uuid4().hex}", mode)
+        return run(query(rows).writeStream, self.new_folder("native"), mode)
 
     def ours(self, query: Query, rows: DataFrame, mode: str = "update", **options: Any) -> Result:
         """What Anabranch makes of it."""
         stream = query(anabranch.stream(rows))
-        result = run(
-            stream.writeStream.options(**{**self.options, **options}), self.folder / f"ours-{uuid.uuid4().hex}", mode
-        )
+        result = run(stream.writeStream.options(**{**self.options, **options}), self.new_folder("ours"), mode)
         assert result.schemas in ([], [names_and_types(stream.schema)]), "the stream's schema is not that of its rows"
         return result
 

@@ -52,7 +52,7 @@ class GroupedStream:
         """Aggregate with Spark's own function columns, or with a dict of column name to function name."""
         columns: list[Column] = []
         if len(aggregates) == 1 and isinstance(aggregates[0], dict):
-            columns = [_named_function(function, name) for name, function in aggregates[0].items()]
+            columns = self._in_spark_order(aggregates[0])
         else:
             for aggregate in aggregates:
                 if not isinstance(aggregate, Column):
@@ -125,13 +125,16 @@ class GroupedStream:
 
     def _of_columns(self, function: str, columns: tuple[str, ...]) -> Stream:
         if not columns:
-            grouped = set(self._sample.select(*self._keys).columns) if self._keys else set()
-            columns = tuple(
-                field.name
-                for field in self._sample.schema.fields
-                if isinstance(field.dataType, NumericType) and field.name not in grouped
-            )
+            # As Spark does it: all numeric columns, key columns among them.
+            columns = tuple(f"`{f.name}`" for f in self._sample.schema.fields if isinstance(f.dataType, NumericType))
         return self.agg(*[_named_function(function, column) for column in columns])
+
+    def _in_spark_order(self, functions: dict[str, str]) -> list[Column]:
+        """Aggregates given as a dict come in an order that is Spark's own."""
+        columns = [_named_function(function, name) for name, function in functions.items()]
+        grouped = self._sample.groupBy(*self._keys)
+        named = {grouped.agg(column).columns[-1]: column for column in columns}
+        return [named[name] for name in grouped.agg(functions).columns if name in named]
 
     def _named(self, text: str) -> tuple[Pipeline, tuple[Column, ...]]:
         keys = ", ".join(sql_of(column) for column in self._keys)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from py4j.protocol import Py4JError
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
@@ -187,7 +188,8 @@ class StreamQuery:
 
     def _watch(self) -> None:
         """Take down the workers when the query ends by itself."""
-        with contextlib.suppress(Exception):
+        # A failed query has ended as well; and a gateway that is gone took Spark with it.
+        with contextlib.suppress(StreamingQueryException, Py4JError, OSError):
             while not self._query.awaitTermination(_WATCH_INTERVAL_S):  # type: ignore[arg-type]
                 pass
         self._let_go()

@@ -13,7 +13,7 @@ from anabranch.api.stream import Stream
 from anabranch.demo.options import DemoOptions
 from anabranch.demo.recorded import RecordedEvents
 from anabranch.demo.sink import LatencySink
-from anabranch.demo.stages import COUNTED, CountPerServer, Work
+from anabranch.demo.stages import COUNTED, CountPerServer, Work, prepare_task
 from anabranch.workload.source import NAME as WORKLOAD
 from anabranch.workload.source import register
 
@@ -61,6 +61,11 @@ def build_job(spark: SparkSession, options: DemoOptions, recorded: RecordedEvent
         .transformWithState(count, COUNTED, "update", "none")
     )
     return counted
+
+
+def warm_up(spark: SparkSession, options: DemoOptions) -> None:
+    """Start the Python side of tasks, so that the first rows do not wait for it."""
+    spark.range(options.parallelism, numPartitions=options.parallelism).mapInArrow(prepare_task, "id LONG").collect()
 
 
 def start_job(job: Stream, options: DemoOptions, sink: LatencySink, checkpoint: Path) -> StreamQuery:

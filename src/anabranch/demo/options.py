@@ -52,8 +52,8 @@ class DemoOptions:
     input: Path | None = None
     #: How often an epoch begins, in Spark's words.
     trigger: str = "0 seconds"
-    #: How long the rows that have arrived may take to come through, after the last has.
-    drain_limit_s: float = 10.0
+    #: How long the rows that are still on their way may take, after the last has arrived; None: it depends.
+    drain_limit_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():
@@ -78,6 +78,13 @@ class DemoOptions:
         return max(1, round(self.rate * self.seconds))
 
     @property
+    def limit_s(self) -> float:
+        """When the job is stopped, whatever is still on its way."""
+        if self.input is not None:
+            return self.seconds
+        return self.seconds + (max(10.0, self.seconds / 2) if self.drain_limit_s is None else self.drain_limit_s)
+
+    @property
     def trigger_s(self) -> float:
         match = _TRIGGER.fullmatch(self.trigger)
         assert match is not None
@@ -89,7 +96,7 @@ class DemoOptions:
 
         Without a bound, a job that is behind takes longer and longer epochs, and cannot be stopped soon.
         """
-        return max(1, round(self.rate * 2 * max(1.0, self.trigger_s)))
+        return max(1, round(self.rate * max(5.0, 2 * self.trigger_s)))
 
 
 def flag(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -12,9 +11,8 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from anabranch.api.query import StreamQuery
-from anabranch.core.errors import AnabranchError
 from anabranch.demo.interrupts import StopRequest, children_without_interrupts
-from anabranch.demo.job import build_job, start_job
+from anabranch.demo.job import build_job, start_job, warm_up
 from anabranch.demo.meter import Meter, Snapshot
 from anabranch.demo.options import DemoOptions
 from anabranch.demo.output import OutputDirectory
@@ -22,8 +20,6 @@ from anabranch.demo.recorded import RecordedEvents
 from anabranch.demo.sink import LatencySink
 from anabranch.demo.view import View
 from anabranch.workload.latency import read_latencies, summary
-
-logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
 
@@ -43,7 +39,7 @@ class Outcome:
 
     ending: Ending
     last: Snapshot
-    #: The sum of all counts in the state; None if it could not be read any more.
+    #: The sum of all counts in the state, when every row had come through; None if some had not.
     counted: int | None
     latency_ms: dict[str, int]
     error: Exception | None
@@ -79,18 +75,20 @@ def run_demo(
     """Run the job until its rows are through, its time is up, or somebody asks for the end."""
     sink = LatencySink(output.epochs)
     job = build_job(spark, options, recorded)
+    view.say("Warming up.")
+    warm_up(spark, options)
     with children_without_interrupts():
         query = start_job(job, options, sink, output.checkpoint)
     meter = Meter(query, sink)
     try:
         ending = _watch(query, meter, options, view, stop)
-        counted = _counted(query)
-        if ending is not Ending.FAILED:
-            view.show(meter.read(), "stopping")
+        last = meter.read()
+        view.show(last, "stopping")
+        counted = _counted(query) if ending is Ending.COMPLETE else None
     finally:
         query.stop()
-    # Stopping lets the epoch that is running come to its end, so there may be one more.
-    last = meter.read()
+    # The epoch that runs when a query is stopped may have come to the sink, but is not part of what Spark has done.
+    sink.discard_after(-1 if last.last is None else last.last.epoch)
     return Outcome(ending, last, counted, _latency_of(output), query.exception())
 
 
@@ -101,16 +99,12 @@ def _watch(query: StreamQuery, meter: Meter, options: DemoOptions, view: View, s
             return Ending.FAILED
         if _all_through(query, snapshot, options):
             return Ending.COMPLETE
-        if snapshot.elapsed_s >= _limit_s(options):
+        if snapshot.elapsed_s >= options.limit_s:
             return Ending.TIME
         waits = options.input is None and snapshot.elapsed_s >= options.seconds
         view.show(snapshot, "the last rows are on their way" if waits else "")
         if stop.wait(_LOOK_INTERVAL_S):
             return Ending.INTERRUPTED
-
-
-def _limit_s(options: DemoOptions) -> float:
-    return options.seconds + (options.drain_limit_s if options.input is None else 0)
 
 
 def _all_through(query: StreamQuery, snapshot: Snapshot, options: DemoOptions) -> bool:
@@ -120,13 +114,9 @@ def _all_through(query: StreamQuery, snapshot: Snapshot, options: DemoOptions) -
     return bool(snapshot.epochs) and not query.status["isDataAvailable"]
 
 
-def _counted(query: StreamQuery) -> int | None:
+def _counted(query: StreamQuery) -> int:
     """How many rows the counts in the state stand for."""
-    try:
-        row = query.state("count", "count").agg(F.sum("count")).first()
-    except AnabranchError as error:
-        logger.debug("the state cannot be read: %s", error)
-        return None
+    row = query.state("count", "count").agg(F.sum("count")).first()
     return 0 if row is None or row[0] is None else int(row[0])
 
 

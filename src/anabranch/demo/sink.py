@@ -46,7 +46,7 @@ class LatencySink:
 
     def note(self, epoch: int, latencies: Latencies) -> None:
         """Keep the lines of an epoch, in its file and for the view."""
-        path = self.directory / f"epoch-{epoch:08d}.csv"
+        path = self._path(epoch)
         hidden = path.with_name(f".{path.name}.tmp")
         hidden.unlink(missing_ok=True)
         append_latencies(hidden, latencies)
@@ -54,6 +54,13 @@ class LatencySink:
         with self._lock:
             self._epochs.append(EpochAtSink(epoch, self._monotonic_s(), latencies.latency_ms))
             self._rows[epoch] = len(latencies.latency_ms)
+
+    def discard_after(self, epoch: int) -> None:
+        """Forget the epochs after this one, and remove their lines."""
+        with self._lock:
+            for later in [number for number in self._rows if number > epoch]:
+                del self._rows[later]
+                self._path(later).unlink(missing_ok=True)
 
     def rows_of(self, epoch: int) -> int:
         """How many rows of an epoch have come."""
@@ -70,3 +77,6 @@ class LatencySink:
         """How long the rows of these epochs took; when they arrived is not kept."""
         latency_ms = np.concatenate([np.empty(0, np.int64), *(epoch.latency_ms for epoch in self.recent())])
         return Latencies(np.zeros_like(latency_ms), latency_ms)
+
+    def _path(self, epoch: int) -> Path:
+        return self.directory / f"epoch-{epoch:08d}.csv"

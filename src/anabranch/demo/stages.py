@@ -27,6 +27,13 @@ def burn_cpu(cpu_s: float) -> None:
         digest = hashlib.sha256(digest + _BLOCK).digest()
 
 
+def prepare_task(batches: Iterable[Any]) -> Iterator[Any]:
+    """Import what tasks of a stateful stage need, in a process that Spark will use again."""
+    import anabranch.operators.process.stage  # noqa: F401
+
+    yield from batches
+
+
 @dataclass(frozen=True)
 class Work:
     """Stage 2: rows pass unchanged, and each costs CPU time."""

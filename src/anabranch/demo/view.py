@@ -25,6 +25,8 @@ class View(Protocol):
 
     def show(self, snapshot: Snapshot, note: str = "") -> None: ...
 
+    def say(self, text: str) -> None: ...
+
 
 class LiveView:
     """Redraws the same lines of a terminal."""
@@ -36,6 +38,9 @@ class LiveView:
     def show(self, snapshot: Snapshot, note: str = "") -> None:
         self._live.update(render(snapshot, self._options, note), refresh=True)
 
+    def say(self, text: str) -> None:
+        self._live.update(Text(text), refresh=True)
+
 
 class PlainView:
     """Writes a line about every second look."""
@@ -43,11 +48,16 @@ class PlainView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._looks = 0
+        self._note = ""
 
     def show(self, snapshot: Snapshot, note: str = "") -> None:
-        if note or self._looks % _LOOKS_PER_LINE == 0:
+        if note != self._note or self._looks % _LOOKS_PER_LINE == 0:
             self._console.print(plain_line(snapshot, note), soft_wrap=True, highlight=False, markup=False)
         self._looks += 1
+        self._note = note
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
 
 
 @contextmanager

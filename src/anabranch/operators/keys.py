@@ -24,7 +24,10 @@ from pyspark.sql.types import (
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber
+from anabranch.core.schemas import GROUP, HASH, INDEX, OP, POSITION
 
+#: Columns of rows of state that are not the user's.
+RESERVED = frozenset({HASH, GROUP, OP, POSITION, INDEX})
 _KEY_TYPES = (NumericType, StringType, BinaryType, BooleanType, DateType, TimestampType, TimestampNTZType)
 
 
@@ -48,6 +51,10 @@ def check_key_fields(fields: Sequence[StructField]) -> None:
     """Refuse keys whose equality is not that of their bytes."""
     for field in fields:
         _check(field.name, field.dataType)
+        if field.name in RESERVED:
+            raise UnsupportedError(
+                f"The key column {field.name!r} has a name that Anabranch uses itself. Rename it with alias()."
+            )
     names = [field.name for field in fields]
     for name in names:
         if names.count(name) > 1:

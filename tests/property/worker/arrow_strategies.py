@@ -46,12 +46,16 @@ def types(max_leaves: int = 4) -> st.SearchStrategy[pa.DataType]:
         keys = st.sampled_from([pa.string(), pa.int32()])
         return st.one_of(inner.map(pa.list_), inner.map(pa.large_list), structs, st.builds(pa.map_, keys, inner))
 
-    return st.recursive(st.sampled_from(list(_LEAVES)), nested, max_leaves=max_leaves)
+    leaves = st.sampled_from(list(_LEAVES))
+    # Hypothesis likes its recursive strategies deep; most state is flat.
+    return st.sampled_from([leaves, leaves, st.recursive(leaves, nested, max_leaves=max_leaves)]).flatmap(lambda s: s)
 
 
 def schemas(prefix: str, *, min_size: int = 0, max_size: int = 3) -> st.SearchStrategy[pa.Schema]:
     """Schemas whose fields have names of their own."""
-    return st.lists(types(), min_size=min_size, max_size=max_size).map(
+    # One more than the least first: that is what is tried most.
+    sizes = st.sampled_from(sorted(range(min_size, max_size + 1), key=lambda size: abs(size - min_size - 1)))
+    return sizes.flatmap(lambda size: st.lists(types(), min_size=size, max_size=size)).map(
         lambda ts: pa.schema([pa.field(f"{prefix}{i}", t) for i, t in enumerate(ts)])
     )
 

@@ -28,7 +28,7 @@ from pyspark.sql.types import (
 from anabranch.core.errors import EpochError
 from anabranch.operators.process import FrameSettings
 from anabranch.operators.process import frame_input as frame_input_module
-from anabranch.operators.process.frame_input import frame_of, slicer_of
+from anabranch.operators.process.frame_input import slicer_of
 
 KEY = pa.schema([("id", pa.string())])
 COUNTS = fields(id="string", count="long")
@@ -146,6 +146,17 @@ def test_a_frame_has_the_types_that_spark_gives_it() -> None:
     assert frame.iloc[1][["flag", "price", "day", "tags"]].tolist() == [None] * 4
 
 
+def test_booleans_are_objects_only_where_some_are_null() -> None:
+    kinds = {}
+
+    def note(key: Any, rows: Any) -> Any:
+        kinds[key[0]] = str(next(rows)["flag"].dtype)
+        return []
+
+    run(note, [{"id": "a", "flag": True}, {"id": "b", "flag": None}, {"id": "b", "flag": False}])
+    assert kinds == {"a": "bool", "b": "object"}
+
+
 def test_every_frame_is_numbered_from_0_and_may_be_written_into() -> None:
     seen = {}
 
@@ -173,11 +184,10 @@ def test_every_frame_is_numbered_from_0_and_may_be_written_into() -> None:
 
 def test_slices_do_not_depend_on_the_inner_interface_of_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     table = pa.table({"n": range(10), "s": list("abcdefghij"), "at": pa.array(range(10), pa.timestamp("us"))})
-    frame = frame_of(table, FrameSettings())
-    fast = slicer_of(frame)
+    fast = slicer_of(table, FrameSettings())
     assert frame_input_module._CAN_SLICE_BLOCKS
     monkeypatch.setattr(frame_input_module, "_CAN_SLICE_BLOCKS", False)
-    slow = slicer_of(frame)
+    slow = slicer_of(table, FrameSettings())
     for bounds in ((0, 10), (3, 7), (9, 10)):
         pd.testing.assert_frame_equal(fast(*bounds), slow(*bounds), check_index_type="exact")
 

@@ -9,24 +9,18 @@ import zoneinfo
 from decimal import Decimal
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from process_model import ModelState, batches_of, fields, run_epochs
+from process_script import Calling
+from pyspark import cloudpickle
 from pyspark.sql import Row
 from pyspark.sql.streaming.stateful_processor import (
-    StatefulProcessor,
     StatefulProcessorHandle,
     TimerValues,
 )
 from pyspark.sql.types import (
-    ArrayType,
-    DecimalType,
-    MapType,
-    StringType,
-    StructField,
     StructType,
-    TimestampType,
 )
 
 from anabranch.core.errors import EpochError
@@ -35,25 +29,6 @@ from anabranch.operators.process import Program, declare_state, run_rows
 
 KEY = pa.schema([("id", pa.string())])
 COUNTS = fields(id="string", count="long")
-
-
-class Calling(StatefulProcessor):
-    """Calls a function for each key, and notes its own life."""
-
-    def __init__(self, handle_rows: Any) -> None:
-        self.handle_rows = handle_rows
-        self.life: list[str] = []
-
-    def init(self, handle: StatefulProcessorHandle) -> None:
-        self.life.append("init")
-        self.state = handle.getValueState("count", fields(n="long"))
-
-    def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Any:
-        self.life.append("rows")
-        return self.handle_rows(key, rows, timerValues)
-
-    def close(self) -> None:
-        self.life.append("close")
 
 
 def run(handle_rows: Any, rows: Any, *, key: pa.Schema = KEY, output: StructType = COUNTS) -> list[dict[str, Any]]:
@@ -120,9 +95,10 @@ def test_rows_are_spark_rows_with_the_values_that_spark_gives() -> None:
     assert again.__fields__ == table.column_names
 
 
-def test_timestamps_arrive_the_same_as_arrow_gives_them_around_a_change_of_clocks() -> None:
+@pytest.mark.parametrize("zone", ["Europe/Berlin", "UTC", "+05:30", None])
+def test_timestamps_arrive_the_same_as_arrow_gives_them_around_a_change_of_clocks(zone: str | None) -> None:
     hours = [dt.datetime(2024, 10, 26, 22, tzinfo=dt.UTC) + dt.timedelta(minutes=30 * n) for n in range(10)]
-    column = pa.array([*hours, None], pa.timestamp("us", "Europe/Berlin"))
+    column = pa.array([*hours, None], pa.timestamp("us", zone))
     seen: list[Any] = []
     run(lambda key, rows, timers: seen.extend(rows) or [], pa.table({"id": ["a"] * 11, "at": column}))  # noqa: ARG005
     expected = column.to_pylist()
@@ -221,6 +197,16 @@ def test_state_is_written_once_without_input_and_without_output() -> None:
     assert (outputs, state.writes) == ([[]], [{}])
 
 
+def test_a_program_travels_to_its_tasks() -> None:
+    class Local(Calling):
+        pass
+
+    spec = declare_state(Local(count), KEY, StageNumber(1), "s")
+    sent: Program = cloudpickle.loads(cloudpickle.dumps(Program(spec, Local(count), COUNTS)))
+    (batch,) = run_rows(batches_of([{"id": "a"}], spec), sent, ModelState(spec))
+    assert batch.to_pylist() == [{"id": "a", "count": 1}]
+
+
 def test_a_processor_lives_once_per_task() -> None:
     processor = Calling(count)
     run_epochs(processor, [[{"id": str(n)} for n in range(3)]], key=KEY, output=COUNTS)
@@ -286,103 +272,6 @@ def test_failures_at_both_ends_of_its_life_name_the_place(where: str) -> None:
 def test_what_is_returned_must_be_iterable() -> None:
     with pytest.raises(EpochError, match="'NoneType' object is not iterable"):
         run(lambda *_: None, [{"id": "a"}])
-
-
-OUTPUT = fields(
-    id="string",
-    n="integer",
-    at=TimestampType(),
-    price=DecimalType(10, 2),
-    tags=ArrayType(StringType()),
-    point=fields(x="long", y="string"),
-    attributes=MapType(StringType(), StringType()),
-    points=ArrayType(fields(x="long", y="string")),
-)
-
-
-def test_output_of_every_type_arrives_as_it_was_yielded() -> None:
-    moment = dt.datetime(2024, 1, 1, 12, tzinfo=zoneinfo.ZoneInfo("Asia/Tokyo"))
-    point = Row(y="two", x=1)
-    row = Row(
-        id="a",
-        n=np.int64(5),
-        at=moment,
-        price=Decimal("1.5"),
-        tags=["x", None],
-        point=point,
-        attributes={"k": "v"},
-        points=[point, {"x": 2}, None],
-    )
-    nothing = Row(**dict.fromkeys(OUTPUT.names))
-    output = run(lambda *_: [row, nothing], [{"id": "a"}], output=OUTPUT)
-    assert output == [
-        {
-            "id": "a",
-            "n": 5,
-            "at": moment,
-            "price": Decimal("1.50"),
-            "tags": ["x", None],
-            "point": {"x": 1, "y": "two"},
-            "attributes": [("k", "v")],
-            "points": [{"x": 1, "y": "two"}, {"x": 2, "y": None}, None],
-        },
-        dict.fromkeys(OUTPUT.names),
-    ]
-
-
-def test_a_fraction_for_a_whole_number_is_cut_off_as_in_spark() -> None:
-    assert run(lambda *_: [Row(id="a", count=1.5)], [{"id": "a"}]) == [{"id": "a", "count": 1}]
-
-
-def test_naive_timestamps_in_the_output_are_utc_as_in_spark() -> None:
-    output = run(lambda *_: [Row(at=dt.datetime(2024, 1, 1))], [{"id": "a"}], output=fields(at=TimestampType()))
-    assert output == [{"at": dt.datetime(2024, 1, 1, tzinfo=dt.UTC)}]
-
-
-def test_output_fields_are_found_by_name() -> None:
-    pair = Row("count", "id")
-    rows = [Row(count=1, id="a"), Row(id="b", count=2), Row(id="c"), Row(other=1, count=4, id="d"), pair(5, "e")]
-    assert run(lambda *_: rows, [{"id": "a"}]) == [
-        {"id": "a", "count": 1},
-        {"id": "b", "count": 2},
-        {"id": "c", "count": None},
-        {"id": "d", "count": 4},
-        {"id": "e", "count": 5},
-    ]
-
-
-def test_output_without_names_is_taken_by_position() -> None:
-    assert run(lambda *_: [("a", 1), Row("b", 2)], [{"id": "a"}]) == [{"id": "a", "count": 1}, {"id": "b", "count": 2}]
-
-
-def test_input_rows_may_be_passed_on() -> None:
-    output = run(lambda key, rows, timers: rows, [{"count": n, "id": "a", "more": 1.5} for n in range(3)])  # noqa: ARG005
-    assert output == [{"id": "a", "count": n} for n in range(3)]
-
-
-@pytest.mark.parametrize(
-    ("yielded", "says"),
-    [
-        (("a",), r"\('a',\): 1 items for the 2 output fields \(id, count\)"),
-        (("a", 1, 2), "3 items for the 2 output fields"),
-        (Row(identity="a", counted=1), r"fields \(identity, counted\) and none of the output fields \(id, count\)"),
-        (5, "5, a int"),
-        ({"id": "a", "count": 1}, "a dict"),
-        (Row(id="a", count="many"), "'many' for the output field count, a int64"),
-        (Row(id="a", count=2**70), "for the output field count"),
-        (Row(id=5, count=1), "5 for the output field id, a string"),
-    ],
-)
-def test_output_that_does_not_fit_is_refused_by_stage_and_field(yielded: Any, says: str) -> None:
-    with pytest.raises(EpochError, match=says) as caught:
-        run(lambda *_: [Row(id="fine", count=0), yielded], [{"id": "a"}])
-    assert "Stage stage1" in str(caught.value)
-
-
-def test_output_that_must_not_be_null_is_checked() -> None:
-    output = StructType([StructField("id", StringType(), nullable=False)])
-    with pytest.raises(EpochError, match="None for the output field id"):
-        run(lambda *_: [Row(id=None)], [{"id": "a"}], output=output)
 
 
 def test_keys_with_the_same_hash_have_state_of_their_own() -> None:

@@ -12,7 +12,7 @@ from anabranch.core.errors import UnsupportedError
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.operators.aggregate.functions import AggregateFunction, parse, resolve, sql_of
 from anabranch.operators.aggregate.stage import ALL, VARIABLE, AggregateStage
-from anabranch.operators.keys import StageName, arrow_schema, check_key_fields
+from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields
 
 #: Spark's mark of a column with a watermark.
 _WATERMARK = "spark.watermarkDelayMs"
@@ -70,7 +70,7 @@ def _refuse_sessions(keys: Sequence[Column]) -> None:
 
 def _buffer_schema(functions: Sequence[AggregateFunction]) -> pa.Schema:
     fields: list[StructField] = []
-    taken: set[str] = set()
+    taken = set(RESERVED)
     for function in functions:
         for buffer in function.buffers:
             name = _unique(function.output_name + buffer.suffix, taken)

@@ -35,11 +35,19 @@ def _widened(series: Any) -> Any:
     return series
 
 
-def slicer_of(frame: pd.DataFrame) -> Callable[[int, int], pd.DataFrame]:
+def slicer_of(rows: pa.Table, settings: FrameSettings) -> Callable[[int, int], pd.DataFrame]:
     """A function that gives the rows from start to stop as a frame of their own, numbered from 0.
 
-    Slices share the frame's memory: rows go to one slice only, so writing into one does no harm to another.
+    Slices share memory: rows go to one slice only, so writing into one does no harm to another.
     """
+    cut = _slicer_of(frame_of(rows, settings))
+    if any(pa.types.is_boolean(column.type) and column.null_count for column in rows.columns):
+        # Booleans with nulls are objects in pandas; in a slice without nulls they are booleans again.
+        return lambda start, stop: cut(start, stop).infer_objects()
+    return cut
+
+
+def _slicer_of(frame: pd.DataFrame) -> Callable[[int, int], pd.DataFrame]:
     if not _CAN_SLICE_BLOCKS:
         return lambda start, stop: frame.iloc[start:stop].reset_index(drop=True)
     blocks: Any = frame._mgr

@@ -69,7 +69,7 @@ class _FrameRunner:
         base, rows = offsets[0], offsets[-1] - offsets[0]
         if rows > ROWS_MAX:
             return iter([(keys[0], self._in_pieces(base, offsets[-1], rows_max))])
-        cut = slicer_of(frame_of(groups.rows.slice(base, rows), settings))
+        cut = slicer_of(groups.rows.slice(base, rows), settings)
         bounds = [(start - base, stop - base) for start, stop in pairwise(offsets)]
         return (
             (key, iter((cut(start, stop),)) if stop - start <= rows_max else _in_cuts(cut, start, stop, rows_max))

@@ -105,8 +105,11 @@ class LocalListState(ListState):
     def end(self) -> Changes | None:
         assert self._entries is not None
         entries, lists, kept = self._entries, self._lists, self._kept
-        bounds = entries.bounds() if kept else []
         self._entries, self._lists, self._stored = None, OutOfTurn(self.variable.name), None
+        if not kept:
+            return None
+        bounds = entries.bounds()
+        stored_positions = entries.columns[0].to_numpy(zero_copy_only=False)
         owners: list[int] = []
         ops: list[int] = []
         positions: list[int | None] = []
@@ -116,7 +119,7 @@ class LocalListState(ListState):
             elements, first = lists[key], 0
             if keep != _REPLACED:
                 elements = elements[keep:]
-                first = entries.columns[0][stored_to - 1].as_py() + 1 if stored_to > stored_from else 0
+                first = int(stored_positions[stored_to - 1]) + 1 if stored_to > stored_from else 0
             elif stored_to > stored_from:
                 owners.append(key)
                 ops.append(Op.CLEAR)

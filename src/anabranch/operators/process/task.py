@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from anabranch.operators.process.local_state import LocalState
 from anabranch.operators.process.program import ROWS_MAX, Program
 from anabranch.operators.process.variable import Cursor
 from anabranch.operators.state import StageState
+
+_log = logging.getLogger(__name__)
 
 #: How many frames of user code an error shows.
 _FRAMES_MAX = 6
@@ -77,8 +80,7 @@ def _run(
                 held = batch
             local.end()
     except BaseException:
-        with contextlib.suppress(Exception):  # the first error is the one to tell
-            processor.close()
+        _close_after_failure(program)
         raise
     try:
         processor.close()
@@ -87,6 +89,14 @@ def _run(
     state.write(local.changes())
     if held is not None:
         yield held
+
+
+def _close_after_failure(program: Program) -> None:
+    try:
+        program.processor.close()
+    except Exception:
+        # The first error is the one to raise.
+        _log.warning("Stage %s: the processor failed in close as well", program.spec.name, exc_info=True)
 
 
 @contextlib.contextmanager

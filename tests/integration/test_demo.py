@@ -1,0 +1,140 @@
+"""The demonstration job in a real Spark: five stages, every row counted exactly once, and files to look at."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import SparkSession
+
+from anabranch.demo.interrupts import StopRequest
+from anabranch.demo.job import build_job, start_job
+from anabranch.demo.meter import Snapshot
+from anabranch.demo.options import DemoOptions
+from anabranch.demo.output import claim_output
+from anabranch.demo.recorded import find_recorded
+from anabranch.demo.run import Ending, run_demo
+from anabranch.demo.sink import LatencySink
+from anabranch.workload import WorkloadSpec, generate, read_latencies, write_files
+
+PATIENCE_S = 120
+
+
+class Looks:
+    """A view that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[Snapshot] = []
+
+    def show(self, snapshot: Snapshot, note: str = "") -> None:
+        del note
+        self.snapshots.append(snapshot)
+
+    def say(self, text: str) -> None:
+        pass
+
+
+def expected_counts(events: pa.Table) -> Counter[str]:
+    """How many events of each server pass the filter."""
+    columns = zip(events.column("id").to_pylist(), events.column("server_name").to_pylist(), strict=True)
+    return Counter(server for number, server in columns if number % 4 != 0)
+
+
+def test_every_generated_row_that_passes_the_filter_is_counted_once(spark: SparkSession, tmp_path: Path) -> None:
+    options = DemoOptions(seconds=4, rate=50, keys=30, skew=0.5, work_ms=1, drain_limit_s=PATIENCE_S)
+    expected = expected_counts(generate(WorkloadSpec(keys=30, skew=0.5), 0, 200))
+    view = Looks()
+    with claim_output(tmp_path / "out") as output:
+        outcome = run_demo(spark, options, None, output, view, StopRequest())
+        written = output.write_results(outcome.to_json(options), title="test")
+    assert (outcome.ending, outcome.error) == (Ending.COMPLETE, None)
+    assert (outcome.last.source_rows, outcome.last.sink_rows) == (200, expected.total())
+    assert outcome.counted == expected.total()
+    assert sum(worker.keys for worker in outcome.last.workers) == len(expected)
+    assert view.snapshots
+    lines = read_latencies(output.latencies)
+    assert len(lines.latency_ms) == expected.total()
+    # Rows arrive 20 ms apart over four seconds, and no row is at the sink before it has arrived.
+    assert 3000 < lines.ingestion_ms.max() - lines.ingestion_ms.min() < 4000
+    assert lines.latency_ms.min() > 0
+    assert [path.name for path in written] == ["latency.csv", "latency.png", "summary.json"]
+    assert output.plot.read_bytes().startswith(b"\x89PNG")
+    assert output.plot.stat().st_size > 10_000
+    assert json.loads(output.summary.read_text())["latency_ms"]["p50_ms"] > 0
+
+
+def test_recorded_rows_are_counted_per_server_and_leave_junk(
+    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = WorkloadSpec(keys=20)
+    write_files(spec, tmp_path / "input", rows=300, files=2, format="csv")
+    recorded = find_recorded(tmp_path / "input")
+    options = DemoOptions(input=recorded.directory, work_ms=0, junk_bytes=64, store="rocksdb", workers=1)
+    (tmp_path / "epochs").mkdir()
+    sink = LatencySink(tmp_path / "epochs")
+    query = start_job(build_job(spark, options, recorded), options, sink, tmp_path / "checkpoint")
+    try:
+        query.processAllAvailable()
+        counts = {row["server_name"]: row["count"] for row in query.state("count", "count").collect()}
+        junk = Counter(row["server_name"] for row in query.state("count", "junk").collect())
+        query.explain()
+    finally:
+        query.stop()
+    expected = expected_counts(generate(spec, 0, 300))
+    assert counts == expected
+    assert junk == expected
+    assert sink.rows_of(0) + sink.rows_of(1) == expected.total()
+    plan = capsys.readouterr().out.split("== Physical plan ==")[0].splitlines()
+    stages = [line.split(":")[0].lstrip(" ") for line in plan[1:6]]
+    assert stages == ["0", "1 'filter'", "2 'work' parallelism=2", "*3 'count'", "4 'sink'"]
+    assert "record_latency" in plan[5]
+
+
+def test_a_query_that_fails_ends_the_run_with_its_error(spark: SparkSession, tmp_path: Path) -> None:
+    options = DemoOptions(seconds=30, rate=20, keys=5, work_ms=0, workers=1, drain_limit_s=PATIENCE_S)
+    with claim_output(tmp_path / "out") as output:
+
+        class Saboteur(Looks):
+            def show(self, snapshot: Snapshot, note: str = "") -> None:
+                super().show(snapshot, note)
+                shutil.rmtree(output.epochs, ignore_errors=True)
+
+        outcome = run_demo(spark, options, None, output, Saboteur(), StopRequest())
+        written = output.write_results(outcome.to_json(options), title="test")
+    assert (outcome.ending, outcome.counted) == (Ending.FAILED, None)
+    assert "The foreachBatch function failed" in str(outcome.error)
+    assert output.summary in written
+
+
+def test_ctrl_c_ends_a_run_with_its_summary(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "anabranch", "demo", "--seconds", "600", "--rate", "20", "--keys", "10"]
+    command += ["--work-ms", "1", "--output", str(tmp_path / "out")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        # Whatever goes wrong, the test ends.
+        limit = threading.Timer(PATIENCE_S, os.killpg, (process.pid, signal.SIGKILL))
+        limit.start()
+        try:
+            for line in process.stdout:
+                if re.search("epoch [1-9]", line):
+                    break
+            # As a terminal does it: to the job and to every process that it has started.
+            os.killpg(process.pid, signal.SIGINT)
+            output, errors = process.communicate()
+        finally:
+            limit.cancel()
+    assert (process.returncode, errors) == (0, "")
+    assert "Stopped on request." in output
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["ending"], summary["error"]) == ("interrupted", None)
+    assert summary["rows"]["sink"] == len(read_latencies(tmp_path / "out" / "latency.csv").latency_ms) > 0

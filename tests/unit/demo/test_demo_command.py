@@ -1,0 +1,116 @@
+"""The command demo: one clear sentence for each mistake, before anything is started or overwritten."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from anabranch.core.errors import SettingsError
+from anabranch.demo.command import demo
+from anabranch.demo.options import DemoOptions
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(demo)
+    return app
+
+
+def invoke(app: typer.Typer, tmp_path: Path, options: list[str]) -> Result:
+    # Without Java nothing can start, should an option that is wrong be taken.
+    environment = {"JAVA_HOME": str(tmp_path / "nowhere")}
+    return CliRunner().invoke(app, ["--output", str(tmp_path / "out"), *options], env=environment)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--seconds -1", "--seconds is -1, but it must be between 1 and 86,400. Choose a value in that range."),
+        ("--rate 0", "--rate is 0, but it must be between 0.1 and 1,000,000. Choose a value in that range."),
+        ("--rate nan", "--rate is nan, but it must be between 0.1 and 1,000,000. Choose a value in that range."),
+        ("--keys -5", "--keys is -5, but it must be between 1 and 2,147,483,647. Choose a value in that range."),
+        ("--skew -0.5", "--skew is -0.5, but it must be between 0 and 100. Choose a value in that range."),
+        ("--workers 0", "--workers is 0, but it must be between 1 and 1,024. Choose a value in that range."),
+        ("--parallelism 0", "--parallelism is 0, but it must be between 1 and 32,768. Choose a value in that range."),
+        ("--work-ms -1", "--work-ms is -1, but it must be between 0 and 60,000. Choose a value in that range."),
+        ("--count-ms -1", "--count-ms is -1, but it must be between 0 and 60,000. Choose a value in that range."),
+        (
+            "--junk-bytes -1",
+            "--junk-bytes is -1, but it must be between 0 and 16,777,216. Choose a value in that range.",
+        ),
+        ("--store disk", "--store is 'disk', which is not a store. Choose memory or rocksdb."),
+        (
+            "--trigger soon",
+            "--trigger is 'soon', which is not a time. Give something like '0 seconds', '500 milliseconds' or "
+            "'1 minute'.",
+        ),
+        (
+            "--master nowhere",
+            "--master is 'nowhere', which is no Spark master. Give something like 'local[2]' or spark://host:7077.",
+        ),
+        ("--input . --rate 5", "--rate describes generated events, but --input is given. Leave one of the two out."),
+        ("--input . --skew 0", "--skew describes generated events, but --input is given. Leave one of the two out."),
+    ],
+)
+def test_a_mistake_gets_one_sentence_and_exit_code_2(
+    app: typer.Typer, tmp_path: Path, options: str, sentence: str
+) -> None:
+    done = invoke(app, tmp_path, options.split())
+    assert done.stderr == f"anabranch demo: {sentence}\n"
+    assert done.exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_input_directory_is_refused(app: typer.Typer, tmp_path: Path) -> None:
+    done = invoke(app, tmp_path, ["--input", str(tmp_path / "none")])
+    assert done.exit_code == 2
+    assert "which is not a directory. Make event files with: anabranch workgen" in done.stderr
+
+
+def test_a_missing_java_is_said_in_one_sentence_and_leaves_earlier_results_alone(
+    app: typer.Typer, tmp_path: Path
+) -> None:
+    done = invoke(app, tmp_path, [])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("anabranch demo: Java 17 or newer is needed, and there is none in JAVA_HOME")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_old_java_is_refused(app: typer.Typer, tmp_path: Path) -> None:
+    java = tmp_path / "nowhere" / "bin" / "java"
+    java.parent.mkdir(parents=True)
+    java.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
+    java.chmod(0o755)
+    done = invoke(app, tmp_path, [])
+    assert done.exit_code == 1
+    assert "is Java 11. Install it" in done.stderr
+
+
+def test_the_command_can_be_imported_without_spark() -> None:
+    """State workers are started through the same command line, and must not pay for Spark."""
+    program = "import sys; import anabranch.demo.command; sys.exit('pyspark' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def test_the_time_of_a_trigger_is_understood() -> None:
+    assert DemoOptions(trigger="500 milliseconds").trigger_s == 0.5
+    assert DemoOptions(trigger="1 Minute").trigger_s == 60.0
+
+
+def test_an_epoch_may_take_all_that_arrives_between_two_triggers() -> None:
+    assert DemoOptions(rate=100).max_rows_per_epoch == 500
+    assert DemoOptions(rate=100, trigger="1 minute").max_rows_per_epoch == 12_000
+
+
+def test_a_run_is_bounded() -> None:
+    assert DemoOptions(seconds=8).limit_s == 18
+    assert DemoOptions(seconds=60).limit_s == 90
+    assert DemoOptions(seconds=60, input=Path()).limit_s == 60
+    with pytest.raises(SettingsError, match="--seconds"):
+        DemoOptions(seconds=float("inf"))
