@@ -15,6 +15,7 @@ from bench.machine import is_busy
 from bench.memory import memory
 from bench.processor import processor
 from bench.report import say
+from bench.session import was_interrupted
 from bench.steady import steady
 
 BENCHMARKS: dict[str, Callable[..., None]] = {
@@ -50,7 +51,11 @@ def main(arguments: list[str]) -> int:
     except (AnabranchError, BenchmarkError) as error:
         typer.echo(f"Error: {error}", err=True)
         return 1
-    return 0
+    except Exception:
+        # Whatever breaks once everything is being taken down is of no interest.
+        if not was_interrupted():
+            raise
+    return 130 if was_interrupted() else 0
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 CORES = 2
@@ -101,9 +102,14 @@ def open_lab(*, parallelism: int) -> Iterator[Lab]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def was_interrupted() -> bool:
+    """Whether the benchmark has been told to end."""
+    return _interrupted.is_set()
+
+
 def check_interrupted() -> None:
     """Raise KeyboardInterrupt if the benchmark has been told to end."""
-    if _interrupted.is_set():
+    if was_interrupted():
         raise KeyboardInterrupt
 
 
@@ -125,18 +131,22 @@ def _start_spark(folder: Path, parallelism: int) -> SparkSession:
     builder = SparkSession.builder.master(f"local[{CORES}]").appName("anabranch-bench")
     for name, value in _SETTINGS.items():
         builder = builder.config(name, value)
-    spark = (
+    return (
         builder.config("spark.sql.shuffle.partitions", str(parallelism))
         .config("spark.local.dir", str(folder / "local"))
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
         .config("spark.driver.extraJavaOptions", f'-Duser.timezone=UTC "-Dderby.system.home={folder}"')
         .getOrCreate()
     )
-    return spark
 
 
 def _stop_spark(spark: SparkSession) -> None:
-    spark.sparkContext.setLogLevel("OFF")
-    for query in spark.streams.active:
-        query.stop()
-    spark.stop()
+    try:
+        spark.sparkContext.setLogLevel("OFF")
+        for query in spark.streams.active:
+            query.stop()
+        spark.stop()
+    except (Py4JError, OSError):
+        # A signal to the whole group of processes ends the JVM as well.
+        if not was_interrupted():
+            raise

@@ -107,13 +107,23 @@ def _table_sink(
     location, provider = described.get("Location"), (described.get("Provider") or "").lower()
     if not location or provider not in FILE_FORMATS:
         raise UnsupportedError(f"The table {table.name} is not one of files in {', '.join(FILE_FORMATS)}.")
-    existing = spark.table(table.name).schema
-    if [(f.name, f.dataType) for f in existing] != [(f.name, f.dataType) for f in result.schema]:
+    # Asked of the catalog: reading the table would make Spark remember which files it has now.
+    existing = spark.catalog.listColumns(table.name)
+    partitions = [column.name for column in existing if column.isPartition]
+    if partition_by and list(partition_by) != partitions:
         raise UnsupportedError(
-            f"The table {table.name} has the columns {existing.simpleString()}, and the query's result has "
+            f"The table {table.name} is partitioned by {partitions}, not by {list(partition_by)}. Leave out partitionBy, "
+            "or write to another table."
+        )
+    # A table has its partition columns at the end.
+    wanted = sorted(result.schema.fields, key=lambda f: partitions.index(f.name) if f.name in partitions else -1)
+    if [(c.name, c.dataType) for c in existing] != [(f.name, f.dataType.simpleString()) for f in wanted]:
+        columns = ", ".join(f"{column.name}: {column.dataType}" for column in existing)
+        raise UnsupportedError(
+            f"The table {table.name} has the columns {columns}, and the query's result has "
             f"{result.schema.simpleString()}. Select the table's columns, or write to another table."
         )
-    return FileSink(location, provider, partition_by, options), f"table {table.name}"
+    return FileSink(location, provider, partitions, options), f"table {table.name}"
 
 
 def _memory_sink(result: DataFrame, name: str | None, mode: str, options: Mapping[str, str]) -> tuple[Sink, str]:

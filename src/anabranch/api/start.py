@@ -18,7 +18,7 @@ from anabranch.core.errors import CheckpointError, EpochError
 from anabranch.core.settings import Settings
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.sinks import Sink
-from anabranch.engine.watermarks import WatermarkReader
+from anabranch.engine.streamfacts import SparkStream
 from anabranch.plan.pipeline import Pipeline
 
 
@@ -56,17 +56,17 @@ def start_query(
             settings,
             {s.spec.number: s.parallelism or default_parallelism for s in pipeline.stateful_stages},
         )
-        watermarks = WatermarkReader()
+        stream = SparkStream(has_watermark=pipeline.has_watermark)
         loop = EpochLoop(
             pipeline.segments,
             coordinator,
             sink,
             complete=mode == "complete",
             shuffle_partitions=default_parallelism,
-            watermark_ms=watermarks.current_ms,
+            stream=stream,
         )
         query = _start_spark(pipeline, loop, location, trigger, name)
-        watermarks.attach(query)
+        stream.attach(query)
     except BaseException:
         if members is not None:
             members.close()

@@ -153,8 +153,16 @@ class Layout:
 
 
 def _renamed(schema: pa.Schema, *, prefix: str, taken: Iterable[str]) -> pa.Schema:
+    """The fields under names that are not taken, by their neighbours neither."""
     names = set(taken)
-    return pa.schema([f.with_name(prefix + f.name) if f.name in names else f for f in schema])
+    fields = []
+    for field_ in schema:
+        name = field_.name
+        while name in names or (name != field_.name and name in schema.names):
+            name = prefix + name
+        names.add(name)
+        fields.append(field_.with_name(name))
+    return pa.schema(fields)
 
 
 def _encode_schema(schema: pa.Schema) -> str:

@@ -49,8 +49,7 @@ def demo(
 ) -> None:
     """Run a job of five stages on generated or recorded edits, watch it live, and measure its latency.
 
-    Stages: 0 source, 1 filter (id % 4 != 0), 2 work that costs CPU time, 3 count per server, 4 sink that records
-    latency.
+    Stages: 0 source, 1 filter (id % 4 != 0), 2 work that costs CPU time, 3 count per server, 4 latency at the sink.
     """
     try:
         if input is not None:

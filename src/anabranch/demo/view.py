@@ -66,7 +66,8 @@ def open_view(console: Console, options: DemoOptions, *, live: bool) -> Iterator
     if not (live and console.is_terminal):
         yield PlainView(console)
         return
-    with Live(console=console, auto_refresh=False) as display:
+    # The summary says it all again, so the last view makes room for it.
+    with Live(console=console, auto_refresh=False, transient=True) as display:
         yield LiveView(display, options)
 
 

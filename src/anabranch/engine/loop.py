@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from pyspark.sql import DataFrame
@@ -41,6 +41,16 @@ class Coordinator(Protocol):
         """Forget what was staged. Never raises: it runs while another error is on its way."""
 
 
+class StreamFacts(Protocol):
+    """What Spark knows about the streaming query."""
+
+    def watermark_ms(self) -> int | None:
+        """The event time up to which input is complete; None without a watermark."""
+
+    def previous_rows(self, epoch: int) -> int | None:
+        """How many rows the epoch before this one read; None if that is not known."""
+
+
 class EpochLoop:
     """Runs as the function of Spark's foreachBatch."""
 
@@ -52,14 +62,15 @@ class EpochLoop:
         *,
         complete: bool,
         shuffle_partitions: int,
-        watermark_ms: Callable[[], int | None],
+        stream: StreamFacts,
     ) -> None:
         self._segments = segments
         self._coordinator = coordinator
         self._sink = sink
         self._complete = complete
         self._shuffle_partitions = shuffle_partitions
-        self._watermark_ms = watermark_ms
+        self._stream = stream
+        self._configured = False
         #: Held while an epoch runs, so that a stop can wait for its end.
         self.running = threading.Lock()
         #: Figures of the last epochs, by epoch.
@@ -83,7 +94,9 @@ class EpochLoop:
         context = EpochContext(
             epoch=epoch,
             processing_time_ms=time.time_ns() // 1_000_000,
-            watermark_ms=self._watermark_ms(),
+            watermark_ms=self._stream.watermark_ms(),
+            previous_rows=self._stream.previous_rows(epoch),
+            previous_changes=self.reports[-1][1].get("changedRows", 0) if self.reports else 0,
             complete=self._complete,
         )
         clock.lap("begin")
@@ -115,7 +128,10 @@ class EpochLoop:
         )
 
     def _configure(self, rows: DataFrame) -> None:
-        """Settings of the query's own session, which Spark cloned for it."""
+        """Settings of the query's own session, which Spark cloned for it when the query started."""
+        if self._configured:
+            return
+        self._configured = True
         conf = rows.sparkSession.conf
         # Partitions of a stateful stage are those that the route asked for: Spark must not merge or drop any.
         conf.set("spark.sql.adaptive.enabled", "false")

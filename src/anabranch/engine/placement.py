@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from anabranch.core.schemas import HASH
@@ -15,15 +15,14 @@ from anabranch.wire.routed import StageAccess
 PARTITION = "_partition"
 
 
-def with_hash(rows: DataFrame, key_names: Sequence[str]) -> DataFrame:
-    """Put the hash of the key in front."""
-    return rows.select(F.xxhash64(*key_names).alias(HASH), "*")
+def place(rows: DataFrame, key_names: Sequence[str], access: StageAccess) -> DataFrame:
+    """Put PARTITION and HASH in front, and move every row to the partition that its key group is assigned to."""
+    hashed = F.xxhash64(*key_names)
+    placed = rows.select(_partition_of(hashed, access).alias(PARTITION), hashed.alias(HASH), "*")
+    return placed.repartitionById(access.parallelism, F.col(PARTITION))
 
 
-def place(rows: DataFrame, access: StageAccess) -> DataFrame:
-    """Move every row to the partition that its key group is assigned to."""
+def _partition_of(hashed: Column, access: StageAccess) -> Column:
     # Spark folds the split and the cast into one array literal, so a row costs one look-up.
     table = F.split(F.lit(",".join(map(str, access.partitions.tolist()))), ",").cast("array<int>")
-    group = F.pmod(F.col(HASH), F.lit(access.key_groups)).cast("int")
-    placed = rows.select(F.get(table, group).alias(PARTITION), "*")
-    return placed.repartitionById(access.parallelism, F.col(PARTITION))
+    return F.get(table, F.pmod(hashed, F.lit(access.key_groups)).cast("int"))

@@ -19,6 +19,9 @@ class EpochContext:
     processing_time_ms: int
     #: The event time up to which input is complete; None without a watermark.
     watermark_ms: int | None
+    #: Rows that the epoch before read, and changes that it made to state; None before the first.
+    previous_rows: int | None
+    previous_changes: int
     #: Complete output mode: a stage emits all of its state, not only what changed.
     complete: bool
 

@@ -10,6 +10,9 @@ from anabranch.core.ids import StageNumber
 from anabranch.engine.segments import Operation, Segment
 from anabranch.engine.stages import StatefulStage
 
+#: Spark's mark of a column with a watermark.
+_WATERMARK = "spark.watermarkDelayMs"
+
 
 @dataclass(frozen=True)
 class LogicalStage:
@@ -37,6 +40,11 @@ class Pipeline:
     @property
     def stateful_stages(self) -> tuple[StatefulStage, ...]:
         return tuple(segment.stage for segment in self.segments)
+
+    @property
+    def has_watermark(self) -> bool:
+        """Whether Spark tracks a watermark: the user may have set one before the stream came to us."""
+        return any(_WATERMARK in (field.metadata or {}) for field in self.source.schema.fields)
 
     def with_operation(self, operation: Operation) -> Pipeline:
         """Append a stateless operation: applied at once before the first stateful stage, recorded after it."""

@@ -28,12 +28,12 @@ State = dict[Hashable, dict[Hashable, Hashable]]
 class Twins:
     """A memory store, a RocksDB store and a dict per epoch, to which the same is done."""
 
-    def __init__(self, draw: st.DrawFn, kind: VariableKind, directory: Path) -> None:
+    def __init__(self, draw: st.DrawFn, kind: VariableKind, types: list[pa.DataType], directory: Path) -> None:
         no_fields = pa.schema([])
         map_key = draw(arrow.schemas("m", min_size=1, max_size=2)) if kind is VariableKind.MAP else no_fields
         spec = VariableSpec("v", kind, draw(arrow.schemas("v")), map_key)
         self.draw, self.kind = draw, kind
-        self.layout = Layout(draw(arrow.schemas("k", max_size=2)), spec)
+        self.layout = Layout(pa.schema([(f"k{i}", t) for i, t in enumerate(types)]), spec)
         self.key_groups = draw(st.sampled_from([8, 7, 1]))
         #: Few hashes force keys together that only their bytes tell apart.
         self.hash_count = draw(st.sampled_from([3, 1, 2**64]))
@@ -209,16 +209,27 @@ ACTIONS = [
 ]
 
 
+KEYS = {
+    "int64": [pa.int64()],
+    "string": [pa.string()],
+    "int32 and string": [pa.int32(), pa.large_string()],
+    "double": [pa.float64()],
+    "wide": [pa.decimal128(20, 3), pa.timestamp("us", tz="UTC"), pa.bool_(), pa.date32()],
+    "struct": [pa.struct([("a", pa.int64()), ("b", pa.struct([("c", pa.binary()), ("d", pa.float32())]))])],
+    "list": [pa.list_(pa.string()), pa.int16()],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("kind", VariableKind)
-@settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), actions=st.lists(st.sampled_from(ACTIONS), min_size=4, max_size=10))
-def test_both_stores_do_what_a_dict_per_epoch_does(kind: VariableKind, data: st.DataObject, actions: list[Any]) -> None:
+def test_both_stores_do_what_a_dict_per_epoch_does(
+    kind: VariableKind, key: str, data: st.DataObject, actions: list[Any]
+) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        twins = Twins(data.draw, kind, Path(directory))
+        twins = Twins(data.draw, kind, KEYS[key], Path(directory))
         try:
             twins.add_layer()
             for action in actions:

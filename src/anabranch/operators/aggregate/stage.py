@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StructField, StructType
 
 from anabranch.core.schemas import HASH, INDEX, Op, StageSpec
-from anabranch.engine.placement import place, with_hash
+from anabranch.engine.placement import PARTITION, place
 from anabranch.engine.stages import EpochContext
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.aggregate.functions import AggregateFunction
@@ -24,6 +25,10 @@ from anabranch.wire.routed import Answers, Expiry, RoutedState, StageAccess
 VARIABLE = "aggregates"
 #: The key of an aggregation over everything.
 ALL = "_all"
+#: Below so many rows in an epoch a second shuffle costs more than it saves.
+_FEW_ROWS = 100_000
+#: So many rows of one key in an epoch make it worth while to combine them before they are moved.
+_REPEATS_TO_COMBINE = 4
 
 
 @dataclass(frozen=True)
@@ -57,13 +62,13 @@ class AggregateStage:
             rows = rows.filter(self._in_time(expiry.up_to_us))
         merges = tuple((buffer.merge, buffer.seen) for function in self.functions for buffer in function.buffers)
         task = _MergeTask(self.spec, merges, self.ansi, context.complete, expiry)
-        placed = place(with_hash(self._pre_aggregate(rows), self._key_names()), access)
-        return self._finish(run_in_tasks(placed, access, task, self._task_schema()))
+        placed = self._placed_first(rows, access) if self._places_first(context) else self._combined_first(rows, access)
+        return self._finish(run_in_tasks(placed, access, task, self._task_schema))
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
         """The state as the query's result would show it."""
         del variable
-        return self._finish(state.toDF(HASH, *self._key_names(), *self._buffer_names()))
+        return self._finish(state.toDF(HASH, *self._key_names, *self._buffer_names()))
 
     def _expiry(self, context: EpochContext) -> Expiry | None:
         """What the watermark has passed. In complete mode the result keeps everything, and nothing is late."""
@@ -79,15 +84,51 @@ class AggregateStage:
         limit = F.timestamp_micros(F.lit(up_to_us))
         return ~F.coalesce(time <= limit, F.lit(False))
 
-    def _pre_aggregate(self, rows: DataFrame) -> DataFrame:
+    def _places_first(self, context: EpochContext) -> bool:
+        """Whether moving all rows costs less than combining them before: one shuffle instead of two.
+
+        It does for few rows, and where keys hardly repeat. The epoch before tells.
+        """
+        rows, keys = context.previous_rows, context.previous_changes
+        if rows is None or not self.key_columns:
+            return False
+        return rows <= _FEW_ROWS or rows < _REPEATS_TO_COMBINE * keys
+
+    def _placed_first(self, rows: DataFrame, access: StageAccess) -> DataFrame:
+        # Rows of a key are in one partition already, which Spark sees by PARTITION, so this needs no shuffle.
+        return place(rows, self._key_names, access).groupBy(PARTITION, HASH, *self._key_names).agg(*self._partials)
+
+    def _combined_first(self, rows: DataFrame, access: StageAccess) -> DataFrame:
+        if self.key_columns:
+            combined = rows.groupBy(*self._key_names).agg(*self._partials)
+        else:
+            combined = rows.agg(*self._partials).select(F.lit(0).cast("byte").alias(key_name(0)), "*")
+        return place(combined, self._key_names, access)
+
+    # Columns and schemas are the same in every epoch, and each costs round trips to the JVM.
+
+    @cached_property
+    def _partials(self) -> list[Column]:
         partials = []
         for i, function in enumerate(self.functions):
             inputs = [F.col(_input(i, j)) for j in range(len(function.arguments))]
             partials += [b.partial(inputs).cast(b.type).alias(_buffer(i, j)) for j, b in enumerate(function.buffers)]
-        if not self.key_columns:
-            return rows.agg(*partials).select(F.lit(0).cast("byte").alias(key_name(0)), "*")
-        return rows.groupBy(*self._key_names()).agg(*partials)
+        return partials
 
+    @cached_property
+    def _results(self) -> list[Column]:
+        keys = [
+            F.col(key_name(i)).alias(field.name, metadata=field.metadata)
+            for i, field in enumerate(self.key_fields)
+            if field.name != ALL
+        ]
+        results = [
+            function.finish([F.col(_buffer(i, j)) for j in range(len(function.buffers))]).alias(function.output_name)
+            for i, function in enumerate(self.functions)
+        ]
+        return [*keys, *results]
+
+    @cached_property
     def _task_schema(self) -> StructType:
         fields = [StructField(HASH, LongType())]
         fields += [StructField(key_name(i), nullable_field(field).dataType) for i, field in enumerate(self.key_fields)]
@@ -98,20 +139,12 @@ class AggregateStage:
         ]
         return StructType(fields)
 
-    def _finish(self, merged: DataFrame) -> DataFrame:
-        keys = [
-            F.col(key_name(i)).alias(field.name, metadata=field.metadata)
-            for i, field in enumerate(self.key_fields)
-            if self.key_columns
-        ]
-        results = [
-            function.finish([F.col(_buffer(i, j)) for j in range(len(function.buffers))]).alias(function.output_name)
-            for i, function in enumerate(self.functions)
-        ]
-        return merged.select(*keys, *results)
-
+    @cached_property
     def _key_names(self) -> list[str]:
         return [key_name(i) for i in range(len(self.key_fields))]
+
+    def _finish(self, merged: DataFrame) -> DataFrame:
+        return merged.select(*self._results)
 
     def _buffer_names(self) -> list[str]:
         return [_buffer(i, j) for i, function in enumerate(self.functions) for j in range(len(function.buffers))]

@@ -12,7 +12,7 @@ from pyspark.sql.streaming.stateful_processor import TimerValues
 from pyspark.sql.types import DoubleType, FloatType, StructField
 
 from anabranch.core.schemas import HASH, StageSpec
-from anabranch.engine.placement import place, with_hash
+from anabranch.engine.placement import place
 from anabranch.engine.stages import EpochContext
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.keys import key_name
@@ -48,7 +48,7 @@ class ProcessStage:
         names = [key_name(i) for i in range(len(self.key_fields))]
         task = _ProcessTask(self.program, self.pandas)
         del context  # timers need it; the supported time mode "none" shows no times to a processor
-        return run_in_tasks(place(with_hash(rows, names), access), access, task, self.program.output)
+        return run_in_tasks(place(rows, names, access), access, task, self.program.output)
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
         """The entries with their key; the hash is ours alone."""

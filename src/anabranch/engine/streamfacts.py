@@ -1,0 +1,48 @@
+"""What Spark knows about the streaming query: its watermark, which it tracks itself, and how much it has read."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from pyspark.sql.streaming.query import StreamingQuery
+
+from anabranch.core.errors import EpochError
+
+_ATTACH_TIMEOUT_S = 60.0
+
+
+class SparkStream:
+    """Asks Spark's query. The first epoch may begin before the query's handle is there."""
+
+    def __init__(self, *, has_watermark: bool) -> None:
+        self._has_watermark = has_watermark
+        self._attached = threading.Event()
+        self._query: Any = None
+
+    def attach(self, query: StreamingQuery) -> None:
+        self._query = query._jsq
+        self._attached.set()
+
+    def watermark_ms(self) -> int | None:
+        """The event time up to which input is complete, or None if there is no watermark yet."""
+        if not self._has_watermark:
+            return None
+        execution = self._handle().streamingQuery().lastExecution()
+        if execution is None:
+            return None
+        watermark_ms: int = execution.offsetSeqMetadata().batchWatermarkMs()
+        return watermark_ms or None
+
+    def previous_rows(self, epoch: int) -> int | None:
+        """How many rows the epoch before this one read."""
+        progress = self._handle().lastProgress()
+        if progress is None or progress.batchId() != epoch - 1:
+            return None
+        rows: int = progress.numInputRows()
+        return rows
+
+    def _handle(self) -> Any:
+        if not self._attached.wait(_ATTACH_TIMEOUT_S):
+            raise EpochError("Spark did not hand over the query's handle. Start the query again.")
+        return self._query
