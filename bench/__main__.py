@@ -25,6 +25,7 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
     "growth": growth,
     "memory": memory,
 }
+_INTERRUPTED = 130
 _HELP = ("--help", "-h")
 
 app = typer.Typer(
@@ -48,14 +49,15 @@ def main(arguments: list[str]) -> int:
         say("Other processes keep this machine busy: take the numbers with care.")
     try:
         app(arguments)
-    except (AnabranchError, BenchmarkError) as error:
+    except Exception as error:
+        # Whatever breaks once everything is being taken down is of no interest.
+        if was_interrupted():
+            return _INTERRUPTED
+        if not isinstance(error, (AnabranchError, BenchmarkError)):
+            raise
         typer.echo(f"Error: {error}", err=True)
         return 1
-    except Exception:
-        # Whatever breaks once everything is being taken down is of no interest.
-        if not was_interrupted():
-            raise
-    return 130 if was_interrupted() else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -23,11 +23,10 @@ from bench.sides import ANABRANCH, Setup, totals
 
 _KEYS = 1_000_000
 _BUDGET = Budget(bound=300, aim=60, unit=" bytes", is_cost=True)
-#: Worked over before the first look, so that buffers, pools and libraries are there already.
-_FIRST_KEYS = 50_000
+#: Epochs of the usual size, on the same keys, before the first look: buffers, pools and libraries are there already.
 _FIRST_EPOCHS = 4
-#: Few rows, which push the last big epoch from its layer into the base.
-_SETTLING_EPOCHS = 3
+#: Epochs of a few rows push the last big epoch from its layer into the base.
+_SETTLING_EPOCHS, _FEW_KEYS = 3, 10
 
 KeysPerEpoch = Annotated[int, typer.Option(min=1, help="New keys in an epoch.")]
 
@@ -90,16 +89,12 @@ def _run(lab: Lab, setup: Setup, *, keys: int, keys_per_epoch: int) -> Mapping[s
     )
     try:
         for _ in range(_FIRST_EPOCHS):
-            feed.put(0, _FIRST_KEYS)
-            query.processAllAvailable()
-        before = _look(query, _FIRST_KEYS)
-        for first in range(_FIRST_KEYS, _FIRST_KEYS + keys, keys_per_epoch):
-            feed.put(first, min(first + keys_per_epoch, _FIRST_KEYS + keys))
-            query.processAllAvailable()
-        for _ in range(_SETTLING_EPOCHS):
-            feed.put(0, 10)
-            query.processAllAvailable()
-        after = _look(query, _FIRST_KEYS + keys)
+            feed.put(query, 0, keys_per_epoch)
+        before = _settle(query, feed, keys_per_epoch)
+        end = keys_per_epoch + keys
+        for first in range(keys_per_epoch, end, keys_per_epoch):
+            feed.put(query, first, min(first + keys_per_epoch, end))
+        after = _settle(query, feed, end)
     finally:
         with lab.silence():
             query.stop()
@@ -107,11 +102,14 @@ def _run(lab: Lab, setup: Setup, *, keys: int, keys_per_epoch: int) -> Mapping[s
         "before": before.__dict__,
         "after": after.__dict__,
         "rss_bytes_per_key": (after.rss_bytes - before.rss_bytes) / keys,
-        "reported_bytes_per_key": (after.reported_bytes - before.reported_bytes) / keys,
+        "reported_bytes_per_key": after.reported_bytes / after.keys,
     }
 
 
-def _look(query: Any, expected_keys: int) -> Look:
+def _settle(query: Any, feed: _Feed, expected_keys: int) -> Look:
+    """Look at the workers once the last big epoch is part of the base."""
+    for _ in range(_SETTLING_EPOCHS):
+        feed.put(query, 0, _FEW_KEYS)
     workers = query.workers()
     look = Look(
         rss_bytes=sum(psutil.Process(worker["pid"]).memory_info().rss for worker in workers),
@@ -135,8 +133,8 @@ class _Feed:
     def _spark(self) -> SparkSession:
         return self._lab.spark
 
-    def put(self, first: int, end: int) -> None:
-        """Add rows for the keys from `first` up to `end`, all at once: the file appears when it is complete."""
+    def put(self, query: Any, first: int, end: int) -> None:
+        """An epoch with a row for each of the keys from `first` up to `end`: the file appears when it is complete."""
         check_interrupted()
         staged = Path(self._lab.new_folder("staged"))
         rows = self._spark.range(first, end, numPartitions=1).selectExpr("id AS key", "id % 1000 AS amount")
@@ -144,3 +142,4 @@ class _Feed:
         for part in staged.glob("part-*.parquet"):
             part.rename(Path(self.folder) / part.name)
         shutil.rmtree(staged)
+        query.processAllAvailable()

@@ -82,21 +82,23 @@ class Report:
 
     def _table(self) -> Table:
         names = list(dict.fromkeys(name for line in self.lines for name in line.figures))
+        has_ratios = any(line.ratio for line in self.lines)
+        has_budgets = any(line.budget for line in self.lines)
         table = Table(title=self.title, title_justify="left")
         for name in ("work", "side"):
             table.add_column(name)
-        for name in [*names, self.ratio_title]:
+        for name in [*names, *([self.ratio_title] if has_ratios else [])]:
             table.add_column(name, justify="right")
-        table.add_column("budget")
+        if has_budgets:
+            table.add_column("budget")
         for line in self.lines:
             judged = line.judged
-            table.add_row(
-                line.work,
-                line.side,
-                *[_cell(line.figures.get(name)) for name in names],
-                line.ratio.text() if line.ratio else "",
-                line.budget.text(judged) if line.budget and judged is not None else "",
-            )
+            cells = [line.work, line.side, *[_cell(line.figures.get(name)) for name in names]]
+            if has_ratios:
+                cells.append(line.ratio.text() if line.ratio else "")
+            if has_budgets:
+                cells.append(line.budget.text(judged) if line.budget and judged is not None else "")
+            table.add_row(*cells)
         return table
 
     def _write(self) -> Path:

@@ -35,11 +35,14 @@ _SETTINGS = {
     # Spark's best durable state: RocksDB, of which only changes are uploaded.
     "spark.sql.streaming.stateStore.providerClass": _ROCKSDB,
     "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "true",
+    # A query that cannot be stopped fails the benchmark instead of holding it up for ever.
+    "spark.sql.streaming.stopTimeout": "120s",
     # Every epoch is read back from the query's progress reports.
     "spark.sql.streaming.numRecentProgressUpdates": "10000",
 }
 _POLL_INTERVAL_S = 0.05
 _QUIET_LIMIT_S = 30.0
+_IDLE_LOOKS = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _interrupted = threading.Event()
 
@@ -77,8 +80,12 @@ class Lab:
         """Wait for tasks that were told to stop: they would take time from whatever is measured next."""
         tracker = self.spark.sparkContext._jsc.sc().statusTracker()
         pause = threading.Event()
+        idle_looks = 0
         for _ in range(int(_QUIET_LIMIT_S / _POLL_INTERVAL_S)):
-            if all(info.numRunningTasks() == 0 for info in tracker.getExecutorInfos()):
+            is_idle = all(info.numRunningTasks() == 0 for info in tracker.getExecutorInfos())
+            # A job that is being cancelled may still start its last tasks.
+            idle_looks = idle_looks + 1 if is_idle else 0
+            if idle_looks == _IDLE_LOOKS:
                 return
             pause.wait(_POLL_INTERVAL_S)
 

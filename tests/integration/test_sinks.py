@@ -97,7 +97,7 @@ def job(spark: SparkSession, oracle: Oracle, tmp_path: Path) -> Job:
 
 def counted(rows: Any) -> Any:
     grouped = rows.groupBy("k").agg(F.count("*").alias("n"), F.sum("v").alias("total"), F.avg("v").alias("mean"))
-    return grouped.withColumn("last", F.substring("k", -1, 1))
+    return grouped.select(F.substring("k", -1, 1).alias("last"), "k", "n", "total", "mean")
 
 
 def run_through_crashes(job: Job, crash_at: Callable[[int, str], Any], write: Callable[[], Any]) -> None:
@@ -137,9 +137,9 @@ def test_files_hold_every_epoch_once(
     run_through_crashes(job, crash_at, write)
     assert (tmp_path / "out" / "_spark_metadata" / "4").is_file()
     assert bool(list((tmp_path / "out").glob("last=*"))) == bool(partition_by)
-    schema = "k string, n long, total long, mean double, last string"
+    schema = "last string, k string, n long, total long, mean double"
     rows = job.feed.spark.read.format(file_format).schema(schema).load(str(tmp_path / "out"))
-    assert multiset(rows.select("k", "n", "total", "mean", "last").collect()) == union(expected)
+    assert multiset(rows.select("last", "k", "n", "total", "mean").collect()) == union(expected)
 
 
 def test_a_table_holds_every_epoch_once(job: Job, expected: dict[int, list[Any]], crash_at: Any) -> None:
@@ -157,7 +157,12 @@ def test_a_table_holds_every_epoch_once(job: Job, expected: dict[int, list[Any]]
 
     try:
         run_through_crashes(job, crash_at, ToTable)
-        assert multiset(spark.table("counted_once").collect()) == union(expected)
+        rows = spark.table("counted_once")
+        assert multiset(rows.select("last", "k", "n", "total", "mean").collect()) == union(expected)
+        with pytest.raises(anabranch.UnsupportedError, match=r"partitioned by \['last'\], not by \['k'\]"):
+            job.writer().toTable("counted_once", partitionBy="k")
+        with pytest.raises(anabranch.UnsupportedError, match=r"has the columns k: string, .*result has struct<"):
+            job.writer(lambda rows: rows.groupBy("k").count()).toTable("counted_once")
     finally:
         spark.sql("drop table if exists counted_once")
 

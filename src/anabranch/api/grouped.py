@@ -15,7 +15,7 @@ from anabranch.operators.aggregate.build import build_aggregate
 from anabranch.operators.aggregate.functions import sql_of
 from anabranch.operators.process.build import build_process
 from anabranch.plan.pipeline import Pipeline
-from anabranch.plan.validation import check_aggregation_input
+from anabranch.plan.validation import bound_columns_explained, check_aggregation_input
 
 if TYPE_CHECKING:
     from anabranch.api.stream import Stream
@@ -63,7 +63,8 @@ class GroupedStream:
         check_aggregation_input(self._pipeline)
         texts = ", ".join(sql_of(column) for column in columns)
         pipeline, keys = self._named(f"agg({texts})")
-        stage, sample = build_aggregate(pipeline.stages[-1], self._sample, keys, columns)
+        with bound_columns_explained("groupBy or agg", self._sample.columns):
+            stage, sample = build_aggregate(pipeline.stages[-1], self._sample, keys, columns)
         return self._stream(pipeline.with_stateful(stage), sample)
 
     def transformWithState(
@@ -116,11 +117,12 @@ class GroupedStream:
         pandas: bool,
     ) -> Stream:
         pipeline, keys = self._named(f"{method}({type(processor).__name__})")
-        stage, sample = build_process(
-            pipeline.stages[-1], self._sample, keys, processor, output,
-            output_mode=output_mode, time_mode=time_mode, initial_state=initial_state,
-            event_time_column=event_time_column, pandas=pandas,
-        )  # fmt: skip
+        with bound_columns_explained("groupBy", self._sample.columns):
+            stage, sample = build_process(
+                pipeline.stages[-1], self._sample, keys, processor, output,
+                output_mode=output_mode, time_mode=time_mode, initial_state=initial_state,
+                event_time_column=event_time_column, pandas=pandas,
+            )  # fmt: skip
         return self._stream(pipeline.with_stateful(stage), sample)
 
     def _of_columns(self, function: str, columns: tuple[str, ...]) -> Stream:

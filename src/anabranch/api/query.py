@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from anabranch.control.coordinator import Coordinator
-from anabranch.core.errors import AnabranchError, EpochError, UnsupportedError
+from anabranch.core import errors
+from anabranch.core.errors import AnabranchError, UnsupportedError
 from anabranch.core.settings import Settings
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.stages import StatefulStage
@@ -22,6 +24,8 @@ from anabranch.plan.explain import explain_logical, explain_physical, explain_ro
 from anabranch.plan.pipeline import Pipeline
 
 _WATCH_INTERVAL_S = 0.5
+#: How an error of ours that a task raised looks within Spark's report of it.
+_TASK_ERROR = re.compile(r"anabranch\.core\.errors\.(\w+): (.*?)(?=\s+SQLSTATE: |\n\tat |\n=== |\Z)", re.DOTALL)
 
 
 class StreamQuery:
@@ -175,12 +179,7 @@ class StreamQuery:
         cause = self._loop.error
         if isinstance(cause, AnabranchError):
             return cause
-        text = str(error)
-        for kind in (EpochError,):
-            marker = f"anabranch.core.errors.{kind.__name__}: "
-            if marker in text:
-                return kind(text.split(marker, 1)[1].splitlines()[0])
-        return error
+        return _raised_in_task(str(error)) or error
 
     def _need_workers(self) -> None:
         if self._is_released:
@@ -200,3 +199,12 @@ class StreamQuery:
                 return
             self._is_released = True
             self._release()
+
+
+def _raised_in_task(report: str) -> AnabranchError | None:
+    """The error of ours that ended a task, if it was one; the last in the report is the one that came first."""
+    for name, message in reversed(_TASK_ERROR.findall(report)):
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, AnabranchError):
+            return kind(message.strip())
+    return None

@@ -112,8 +112,8 @@ def _table_sink(
     partitions = [column.name for column in existing if column.isPartition]
     if partition_by and list(partition_by) != partitions:
         raise UnsupportedError(
-            f"The table {table.name} is partitioned by {partitions}, not by {list(partition_by)}. Leave out partitionBy, "
-            "or write to another table."
+            f"The table {table.name} is partitioned by {partitions}, not by {list(partition_by)}. Leave out "
+            "partitionBy, or write to another table."
         )
     # A table has its partition columns at the end.
     wanted = sorted(result.schema.fields, key=lambda f: partitions.index(f.name) if f.name in partitions else -1)

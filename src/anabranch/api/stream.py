@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
@@ -17,7 +16,7 @@ from anabranch.core.errors import UnsupportedError
 from anabranch.engine.segments import Operation
 from anabranch.plan.explain import explain_logical
 from anabranch.plan.pipeline import Pipeline
-from anabranch.plan.validation import check_stage_options
+from anabranch.plan.validation import bound_columns_explained, check_stage_options
 
 if TYPE_CHECKING:
     from anabranch.api.writer import StreamWriter
@@ -188,18 +187,8 @@ class Stream:
 
 def replay(operation: Operation, sample: DataFrame) -> DataFrame:
     """Try an operation on an empty DataFrame, so that mistakes show when the query is built."""
-    try:
+    with bound_columns_explained(operation.method, sample.columns):
         return operation.apply(sample)
-    except AnalysisException as error:
-        if error.getCondition() in (
-            "MISSING_ATTRIBUTES.RESOLVED_ATTRIBUTE_MISSING_FROM_INPUT",
-            "CANNOT_RESOLVE_DATAFRAME_COLUMN",
-        ) or (error.getCondition() or "").startswith("MISSING_ATTRIBUTES"):
-            raise UnsupportedError(
-                f"{operation.method} uses a column taken from a DataFrame, such as df.x, which after a stateful "
-                f"operation no longer resolves. Use its name instead, F.col('x'). Columns here: {sample.columns}."
-            ) from None
-        raise
 
 
 def _spread(pipeline: Pipeline) -> Pipeline:

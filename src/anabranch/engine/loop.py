@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 #: How often what Spark did not run is run, before the epoch fails.
 _MAX_COMPLETION_ROUNDS = 3
 _REMEMBERED_EPOCHS = 1000
+_TURN_INTERVAL_MS = 20
 
 
 class Coordinator(Protocol):
@@ -79,13 +80,22 @@ class EpochLoop:
         self.error: Exception | None = None
 
     def __call__(self, rows: DataFrame, epoch: int) -> None:
-        with self.running:
-            try:
-                self._run(rows, epoch)
-            except Exception as error:
-                self.error = error
-                self._coordinator.abort(epoch)
-                raise
+        self._wait_for_turn(rows)
+        try:
+            self._run(rows, epoch)
+        except Exception as error:
+            self.error = error
+            self._coordinator.abort(epoch)
+            raise
+        finally:
+            self.running.release()
+
+    def _wait_for_turn(self, rows: DataFrame) -> None:
+        """Take the lock. Whoever holds it is stopping the query, which ends with Spark interrupting this wait."""
+        jvm: Any = rows.sparkSession._jvm
+        while not self.running.acquire(blocking=False):
+            # In the JVM, in the very thread that Spark interrupts: a wait on this side would keep Spark from stopping.
+            jvm.java.lang.Thread.sleep(_TURN_INTERVAL_MS)
 
     def _run(self, rows: DataFrame, epoch: int) -> None:
         clock = _Stopwatch()

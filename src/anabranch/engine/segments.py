@@ -10,13 +10,14 @@ from pyspark.sql import DataFrame
 
 from anabranch.engine.stages import StatefulStage
 
-#: Operations that keep Spark's partitions one to one and read their input once. After others, a stage's output is
-#: materialised, so that state logic runs once, in tasks of its own.
+#: Operations that keep Spark's partitions one to one and read their input once (a repartition by range does not: it
+#: draws a sample first). After others, a stage's output is materialised, so that state logic runs once, in tasks of its
+#: own.
 ONE_TO_ONE = frozenset(
     {
         "alias", "colRegex", "drop", "dropna", "fillna", "filter", "hint", "mapInArrow", "mapInPandas", "replace",
         "select", "selectExpr", "to", "toDF", "where", "withColumn", "withColumnRenamed", "withColumns",
-        "withColumnsRenamed", "withMetadata", "unpivot", "melt", "repartition", "repartitionByRange",
+        "withColumnsRenamed", "withMetadata", "unpivot", "melt", "repartition",
     }
 )  # fmt: skip
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from pyspark.errors import AnalysisException
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.settings import MAX_PARALLELISM
@@ -47,3 +50,18 @@ def check_output_mode(pipeline: Pipeline, mode: str) -> None:
         )
     if sorts and mode != "complete":
         raise UnsupportedError("Sorting needs outputMode('complete'): otherwise only a part of the result goes out.")
+
+
+@contextmanager
+def bound_columns_explained(method: str, columns: Sequence[str]) -> Iterator[None]:
+    """Say what is wrong where Spark says that it cannot resolve a column, because that belongs to another DataFrame."""
+    try:
+        yield
+    except AnalysisException as error:
+        condition = error.getCondition() or ""
+        if condition == "CANNOT_RESOLVE_DATAFRAME_COLUMN" or condition.startswith("MISSING_ATTRIBUTES"):
+            raise UnsupportedError(
+                f"{method} uses a column taken from a DataFrame, such as df.x, which after a stateful operation no "
+                f"longer resolves. Use its name instead, F.col('x'). Columns here: {list(columns)}."
+            ) from None
+        raise

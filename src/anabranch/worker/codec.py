@@ -19,6 +19,7 @@ from anabranch.worker.rowformat import RowFormat, binary_of, node_of, ragged_of
 Encoded: TypeAlias = npt.NDArray[Any]
 
 _SIZE_SAMPLES = 512
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class RowCodec:
@@ -94,6 +95,21 @@ def take(encoded: Encoded, rows: npt.NDArray[Any]) -> Encoded:
     opaque = np.ascontiguousarray(encoded).view(f"V{width}").ravel()
     taken: Encoded = opaque[rows].view(np.uint8).reshape(-1, width)
     return taken
+
+
+def hashes_of(encoded: Encoded) -> npt.NDArray[np.int64]:
+    """A hash of each value, which means nothing outside of this process."""
+    if encoded.dtype == object:
+        return np.fromiter(map(hash, encoded), dtype=np.int64, count=len(encoded))
+    rows, width = encoded.shape
+    words = -(-width // 8)
+    padded = np.zeros((rows, words * 8), dtype=np.uint8)
+    padded[:, :width] = encoded
+    hashes = np.zeros(rows, dtype=np.uint64)
+    for word in padded.view(np.uint64).reshape(rows, words).T:
+        hashes = (hashes ^ word) * _SPREAD
+        hashes ^= hashes >> np.uint64(29)
+    return hashes.view(np.int64)
 
 
 def size_bytes(column: npt.NDArray[Any]) -> int:

@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from anabranch.core.schemas import Op, VariableKind
-from anabranch.worker.codec import from_objects, take, to_objects
+from anabranch.worker.codec import hashes_of, take
 from anabranch.worker.index import RowNumbers
 from anabranch.worker.rows import Changes, Entries, Keys, Shape
 from anabranch.worker.table import RowTable
+
+_ODD = np.int64(0x2545F4914F6CDD1D)
 
 
 class Readable(Protocol):
@@ -80,31 +82,20 @@ class EntryLayer(Layer):
     def _order(self, rows: RowNumbers, clears: npt.NDArray[np.intp], others: npt.NDArray[np.intp]) -> None:
         self._cleared = np.zeros(len(rows), dtype=np.bool_)
         self._cleared[rows[clears]] = True
-        by_row = others[np.argsort(rows[others], kind="stable")]
-        #: The changes of row r are those from starts[r] to starts[r + 1].
-        self._starts = np.searchsorted(rows[by_row], np.arange(len(rows) + 1)).tolist()
-        # As lists of objects, because the entries of a key are merged one by one.
-        self._puts = (self.changes.ops[by_row] == Op.PUT).tolist()
-        self._subkeys = to_objects(take(self.changes.subkeys, by_row)).tolist()
-        self._values = to_objects(take(self.changes.values, by_row)).tolist()
+        self._by_row = others[np.argsort(rows[others], kind="stable")]
+        #: The changes of row r, by row, are those from starts[r] to starts[r + 1].
+        self._starts = np.searchsorted(rows[self._by_row], np.arange(len(rows) + 1))
 
     def cleared(self, rows: RowNumbers) -> npt.NDArray[np.bool_]:
-        """Which of these rows hide everything below; never those that are -1."""
-        hides = np.zeros(len(rows), dtype=np.bool_)
-        known = rows >= 0
-        hides[known] = self._cleared[rows[known]]
-        return hides
+        """Which of these rows hide everything below."""
+        return self._cleared[rows]
 
-    def overlay(self, row: int, entries: dict[bytes, bytes]) -> None:
-        """Change the entries of a row's key as this epoch did."""
-        if self._cleared[row]:
-            entries.clear()
-        changed = slice(self._starts[row], self._starts[row + 1])
-        for put, subkey, value in zip(self._puts[changed], self._subkeys[changed], self._values[changed], strict=True):
-            if put:
-                entries[subkey] = value
-            else:
-                entries.pop(subkey, None)
+    def changes_of(self, rows: RowNumbers) -> tuple[npt.NDArray[np.intp], Changes]:
+        """The changes of entries of these rows, and the position among the rows of each."""
+        counts = self._starts[rows + 1] - self._starts[rows]
+        owner = np.repeat(np.arange(len(rows)), counts)
+        within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return owner, self.changes.take(self._by_row[self._starts[rows][owner] + within])
 
 
 def make_layer(epoch: int, changes: Changes, shape: Shape) -> Layer:
@@ -143,34 +134,38 @@ def _read_values(keys: Keys, layers: Sequence[ValueLayer], below: Readable) -> E
 
 def _read_entries(keys: Keys, layers: Sequence[EntryLayer], below: Readable, shape: Shape) -> Entries:
     """Entry by entry, the newest layer decides; a CLEAR hides all that is older."""
-    found = [layer.find(keys) for layer in layers]
     touched = np.zeros(len(keys), dtype=np.bool_)
-    hidden = np.zeros(len(keys), dtype=np.bool_)
-    for layer, rows in zip(layers, found, strict=True):
-        touched |= rows >= 0
-        hidden |= layer.cleared(rows)
-    visible = np.flatnonzero(~hidden)
+    #: The number of the layer that cleared the key last.
+    cleared_by = np.full(len(keys), -1)
+    known: list[tuple[npt.NDArray[np.intp], RowNumbers]] = []
+    for number, layer in enumerate(layers):
+        rows = layer.find(keys)
+        at = np.flatnonzero(rows >= 0)
+        known.append((at, rows[at]))
+        touched[at] = True
+        cleared_by[at[layer.cleared(rows[at])]] = number
+    visible = np.flatnonzero(cleared_by < 0)
     base = below.read(keys.take(visible))
     base = Entries(visible[base.index], base.subkeys, base.values)
-    changed = touched[base.index]
-    # Only the keys that a layer knows are merged, entry by entry: these are few, and no column operation does it.
-    merged: dict[int, dict[bytes, bytes]] = {int(i): {} for i in np.flatnonzero(touched)}
-    under = base.take(changed)
-    for i, subkey, value in zip(under.index.tolist(), to_objects(under.subkeys), to_objects(under.values), strict=True):
-        merged[i][subkey] = value
-    for layer, rows in zip(layers, found, strict=True):
-        known = np.flatnonzero(rows >= 0)
-        for i, row in zip(known.tolist(), rows[known].tolist(), strict=True):
-            layer.overlay(row, merged[i])
-    return Entries.concat([base.take(~changed), _flat(merged, shape)]).in_order()
+    under = touched[base.index]
+    parts, puts = [base.take(under)], [np.ones(np.count_nonzero(under), dtype=np.bool_)]
+    for number, (layer, (at, rows)) in enumerate(zip(layers, known, strict=True)):
+        shown = cleared_by[at] <= number
+        owner, changes = layer.changes_of(rows[shown])
+        parts.append(Entries(at[shown][owner], changes.subkeys, changes.values))
+        puts.append(changes.ops == Op.PUT)
+    merged = _newest(Entries.concat(parts), np.concatenate(puts), shape)
+    return Entries.concat([base.take(~under), merged]).in_order()
 
 
-def _flat(merged: dict[int, dict[bytes, bytes]], shape: Shape) -> Entries:
-    counts = [len(entries) for entries in merged.values()]
-    subkeys = [subkey for entries in merged.values() for subkey in entries]
-    values = [value for entries in merged.values() for value in entries.values()]
-    return Entries(
-        np.repeat(np.fromiter(merged, dtype=np.intp, count=len(merged)), counts),
-        from_objects(subkeys, shape.subkey_width),
-        from_objects(values, shape.value_width),
-    )
+def _newest(entries: Entries, puts: npt.NDArray[np.bool_], shape: Shape) -> Entries:
+    """Of entries from oldest to newest, the last one of each sub-key of each key, unless that is no put."""
+    table = RowTable(shape.subkey_width, 0)
+    table.reserve(len(entries))
+    # An odd factor gives every key a number of its own, so that hash and sub-key together tell entries apart.
+    hashes = hashes_of(entries.subkeys) ^ (entries.index.astype(np.int64) * _ODD)
+    rows = table.put(hashes, entries.subkeys)
+    last = np.empty(len(entries), dtype=np.intp)
+    last[rows] = np.arange(len(entries))
+    newest = np.sort(last[table.rows()])
+    return entries.take(newest[puts[newest]])

@@ -74,18 +74,21 @@ class RowTable:
         ``reserve`` must have made room. Returns the row of each key.
         """
         same = self._same(hashes, keys)
+        records = self._pack(hashes, keys, values)
         rows, _ = self._index.find(hashes, same)
         absent = np.flatnonzero(rows < 0)
-        rows[absent] = self._allocate(len(absent))
-        records = self._pack(hashes, keys, values)
-        self._write(rows, records, keys, values)
-        if len(absent):
-            fresh = rows[absent]
-            rows[absent] = self._index.insert(hashes[absent], fresh, lambda held, which: same(held, absent[which]))
-            twins = fresh[rows[absent] != fresh]
-            if len(twins):
-                self._release(twins)
-                self._write(rows, records, keys, values)
+        if not len(absent):
+            self._write(rows, records, values)
+            return rows
+        rows[absent] = fresh = self._allocate(len(absent))
+        self._write(rows, records, values)
+        if self._keys is not None:
+            self._keys[fresh] = keys[absent]
+        rows[absent] = self._index.insert(hashes[absent], fresh, lambda held, which: same(held, absent[which]))
+        twins = fresh[rows[absent] != fresh]
+        if len(twins):
+            self._release(twins)
+            self._write(rows, records, values)
         return rows
 
     def remove(self, hashes: Hashes, keys: Encoded) -> int:
@@ -182,11 +185,9 @@ class RowTable:
                 fields[name] = np.ascontiguousarray(column).view(f"V{width}").ravel()
         return self._opaque(records)
 
-    def _write(self, rows: RowNumbers, records: npt.NDArray[np.void], keys: Encoded, values: Encoded | None) -> None:
+    def _write(self, rows: RowNumbers, records: npt.NDArray[np.void], values: Encoded | None) -> None:
         self._opaque(self._records)[rows] = records
         self._live[rows] = True
-        if self._keys is not None:
-            self._keys[rows] = keys
         if self._values is not None and values is not None:
             self._values[rows] = values
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import LongType, StructField, StructType
+from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.schemas import HASH, INDEX, Op, StageSpec
 from anabranch.engine.placement import PARTITION, place
@@ -61,14 +61,15 @@ class AggregateStage:
         if expiry is not None:
             rows = rows.filter(self._in_time(expiry.up_to_us))
         merges = tuple((buffer.merge, buffer.seen) for function in self.functions for buffer in function.buffers)
-        task = _MergeTask(self.spec, merges, self.ansi, context.complete, expiry)
+        task = _MergeTask(self.spec, merges, self.ansi, context.complete, expiry, self._task_schema.names)
         placed = self._placed_first(rows, access) if self._places_first(context) else self._combined_first(rows, access)
-        return self._finish(run_in_tasks(placed, access, task, self._task_schema))
+        merged = run_in_tasks(placed, access, task, self._task_schema)
+        return merged if self._is_final else merged.select(*self._results)
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
         """The state as the query's result would show it."""
         del variable
-        return self._finish(state.toDF(HASH, *self._key_names, *self._buffer_names()))
+        return state.toDF(HASH, *self._key_names, *self._buffer_names).select(*self._results)
 
     def _expiry(self, context: EpochContext) -> Expiry | None:
         """What the watermark has passed. In complete mode the result keeps everything, and nothing is late."""
@@ -129,23 +130,28 @@ class AggregateStage:
         return [*keys, *results]
 
     @cached_property
+    def _is_final(self) -> bool:
+        """Whether tasks emit the result itself, under its own names, which saves Spark a projection."""
+        names = [*(field.name for field in self.key_fields), *(function.output_name for function in self.functions)]
+        plain = all(len(function.buffers) == 1 for function in self.functions)
+        return plain and bool(self.key_columns) and len(set(names)) == len(names)
+
+    @cached_property
     def _task_schema(self) -> StructType:
-        fields = [StructField(HASH, LongType())]
-        fields += [StructField(key_name(i), nullable_field(field).dataType) for i, field in enumerate(self.key_fields)]
-        fields += [
-            StructField(_buffer(i, j), buffer.type)
-            for i, function in enumerate(self.functions)
-            for j, buffer in enumerate(function.buffers)
-        ]
+        fields = []
+        for i, field in enumerate(self.key_fields):
+            name = field.name if self._is_final else key_name(i)
+            fields.append(StructField(name, nullable_field(field).dataType, True, field.metadata))
+        for i, function in enumerate(self.functions):
+            for j, buffer in enumerate(function.buffers):
+                fields.append(StructField(function.output_name if self._is_final else _buffer(i, j), buffer.type))
         return StructType(fields)
 
     @cached_property
     def _key_names(self) -> list[str]:
         return [key_name(i) for i in range(len(self.key_fields))]
 
-    def _finish(self, merged: DataFrame) -> DataFrame:
-        return merged.select(*self._results)
-
+    @cached_property
     def _buffer_names(self) -> list[str]:
         return [_buffer(i, j) for i, function in enumerate(self.functions) for j in range(len(function.buffers))]
 
@@ -160,6 +166,8 @@ class _MergeTask:
     ansi: bool
     complete: bool
     expiry: Expiry | None
+    #: Of the columns that go out.
+    names: list[str]
 
     def __call__(self, batches: Sequence[pa.RecordBatch], state: RoutedState) -> Iterator[pa.RecordBatch]:
         layout = self.spec.layouts[VARIABLE]
@@ -177,7 +185,7 @@ class _MergeTask:
         changed = pa.concat_tables(changes)
         state.write({VARIABLE: changed} if len(changed) else {})
         for table in (merged, answers.rest.get(VARIABLE, layout.rows.empty_table())):
-            yield from table.to_batches(max_chunksize=_MAX_ROWS_PER_BATCH)
+            yield from table.drop_columns([HASH]).rename_columns(self.names).to_batches(_MAX_ROWS_PER_BATCH)
 
     def _merge(self, partials: pa.Table, answers: Mapping[str, pa.Table]) -> pa.Table:
         answer = answers.get(VARIABLE)

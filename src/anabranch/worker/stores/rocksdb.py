@@ -215,7 +215,7 @@ def _group_prefix(group: int) -> bytes:
 def _ranges(groups: Collection[int]) -> list[tuple[int, int]]:
     """The key groups as ranges, each with its end excluded, in order."""
     ranges: list[tuple[int, int]] = []
-    for group in sorted(groups):
+    for group in sorted(set(groups)):
         if ranges and ranges[-1][1] == group:
             ranges[-1] = ranges[-1][0], group + 1
         else:

@@ -1,0 +1,458 @@
+"""Mistakes are told when a query is built or started, with their name and a way out, and leave nothing running."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from oracle import drain, external_worker
+from pyspark.errors import AnalysisException
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+from streams import EpochFeed
+
+import anabranch
+from anabranch.checkpoint.generations import claim_generation
+from anabranch.checkpoint.storage import Storage
+from anabranch.core.errors import (
+    CheckpointError,
+    EpochError,
+    FencedError,
+    LostWorkerError,
+    SettingsError,
+    UnsupportedError,
+    WorkerError,
+)
+
+SCHEMA = "k string, v long, flag boolean, many array<int>, pairs map<string, int>, both struct<a: int, b: array<int>>"
+
+
+@pytest.fixture(scope="module")
+def feed(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> EpochFeed:
+    feed = EpochFeed(spark, tmp_path_factory.mktemp("bad") / "input", SCHEMA)
+    feed.add([("a", 1, True, [1], {"x": 1}, (1, [2]))])
+    return feed
+
+
+@pytest.fixture
+def rows(feed: EpochFeed) -> anabranch.Stream:
+    return anabranch.stream(feed.stream())
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    yield
+    assert worker_children() == []
+
+
+def worker_children() -> list[int]:
+    """The state workers that this process has started and that still run."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if "anabranch" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def counted(rows: Any) -> Any:
+    return rows.groupBy("k").count()
+
+
+def writer_of(stream: Any, checkpoint: Path, **options: Any) -> Any:
+    return stream.writeStream.outputMode("update").format("noop").options(checkpointLocation=str(checkpoint), **options)
+
+
+# -------------------------------------------------------------------------------------------- building a query
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda rows: rows.groupBy("nope").count(), AnalysisException, "nope"),
+        (lambda rows: rows.groupBy("k").agg(F.sum("nope")), AnalysisException, "nope"),
+        (lambda rows: rows.filter("nope > 1"), AnalysisException, "nope"),
+        (lambda rows: counted(rows).select("nope"), AnalysisException, "nope"),
+        (lambda rows: rows.groupBy("k").agg(F.sum("flag")), AnalysisException, "flag"),
+        (lambda rows: rows.filtr("v > 1"), AttributeError, "'filtr'.* Did you mean 'filter'"),
+        (lambda rows: rows.groupBy("k").sums("v"), AttributeError, "'sums'"),
+        (lambda rows: rows.groupBy(3), UnsupportedError, "by its name or as a Column, not as a int"),
+    ],
+)
+def test_a_name_that_is_not_there(rows: Any, build: Callable[[Any], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build(rows)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (F.stddev("v"), r"'stddev\(v\)' is not supported. Supported are count, sum"),
+        (F.collect_list("v"), "collect_list"),
+        (F.first("v"), "first"),
+        (F.approx_count_distinct("v"), "approx_count_distinct"),
+        (F.count_distinct("v"), "distinct values"),
+        (F.sum_distinct("v"), "distinct values"),
+        (F.sum("v") + 1, "each on its own"),
+        (F.sum("v").cast("int"), "each on its own"),
+        (F.expr("sum(v)"), r"SQL text.* F\.sum\('x'\)"),
+        (F.col("v"), "'v' is not supported"),
+        (F.max("both"), "'max.both.' is not supported over struct<a:int,b:array<int>>"),
+        (F.min("many"), "over array<int>"),
+        ("v", "agg takes Columns .* not a str"),
+        ({"v": "median"}, "'median' is not supported"),
+    ],
+)
+def test_an_aggregate_that_is_not_supported(rows: Any, column: Any, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        rows.groupBy("k").agg(column)
+
+
+def test_no_aggregate_at_all(rows: Any) -> None:
+    with pytest.raises(UnsupportedError, match="at least one aggregate"):
+        rows.groupBy("k").agg()
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("many", "'many' is of type array<int>, which cannot be a key.*to_json"),
+        ("pairs", "'pairs' is of type map<string,int>"),
+        ("both", "'both.b' is of type array<int>"),
+        (F.make_dt_interval(F.lit(1)).alias("i"), "'i' is of type interval day to second"),
+        (F.expr("k collate unicode_ci").alias("c"), "'c' has the collation UNICODE_CI"),
+        (F.parse_json(F.lit("1")).alias("j"), "'j' is of type variant|GROUP_EXPRESSION_TYPE_IS_NOT_ORDERABLE"),
+    ],
+)
+def test_a_key_of_a_type_that_cannot_be_one(rows: Any, key: Any, message: str) -> None:
+    with pytest.raises((UnsupportedError, AnalysisException), match=message):
+        rows.groupBy(key).count()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda rows: rows.groupBy("k", F.upper("k").alias("k")).count(), "Two key columns are called 'k'"),
+        (lambda rows: counted(counted(rows)), "aggregation after another aggregation"),
+        (lambda rows: rows.groupBy(F.session_window(F.current_timestamp(), "5 s")).count(), "Session windows"),
+        (lambda rows: rows.limit(3), "limit is not available.*foreachBatch"),
+        (lambda rows: rows.distinct(), "distinct is not available"),
+        (lambda rows: rows.dropDuplicates(["k"]), "dropDuplicates is not available"),
+        (lambda rows: rows.groupBy("k").pivot("v"), "pivot is not supported"),
+        (lambda rows: rows.groupBy("k").applyInPandas(len, "v int"), "Use transformWithState"),
+        (lambda rows: rows.collect(), "collect is not available.*memory sink"),
+        (lambda rows: rows.orderBy("k"), "only after an aggregation"),
+        (lambda rows: counted(rows).withWatermark("k", "1 s"), "withWatermark comes before"),
+        (lambda rows: counted(rows).union(counted(rows)), "union of two streams"),
+        (lambda rows: counted(rows).join(rows, "k"), "join of two streams"),
+        (lambda rows: rows.stage(" "), "name that is not empty"),
+        (lambda rows: counted(rows.stage("a")).stage("a"), "a stage 'a' already"),
+        (lambda rows: rows.stage("a", parallelism=0), "parallelism of stage 'a' must be between 1"),
+        (lambda rows: rows.stage("a", parallelism=10**6), "parallelism of stage 'a'"),
+    ],
+)
+def test_an_operation_that_is_not_supported(rows: Any, build: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        build(rows)
+
+
+def test_only_streaming_dataframes_can_be_streams(spark: SparkSession) -> None:
+    with pytest.raises(UnsupportedError, match=r"not: make it with spark\.readStream"):
+        anabranch.stream(spark.range(3))
+    with pytest.raises(UnsupportedError, match="not a str"):
+        anabranch.stream("rows")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------- settings and sinks
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"anabranch.worker": 2}, "anabranch.worker in the writer's options. Did you mean anabranch.workers"),
+        ({"anabranch.workers": "two"}, "anabranch.workers is 'two' in the writer's options; .* a whole number"),
+        ({"anabranch.workers": 0}, "anabranch.workers is 0; it must be between 1 and"),
+        ({"anabranch.workers": 5, "anabranch.keyGroups": 4}, "5 workers cannot share 4 key groups"),
+        ({"anabranch.parallelism": -1}, "anabranch.parallelism is -1"),
+        ({"anabranch.keyGroups": 10**6}, "anabranch.keyGroups is 1000000"),
+        ({"anabranch.store": "rockdb"}, "anabranch.store is 'rockdb'.*Did you mean rocksdb"),
+        ({"anabranch.routingCache": "perhaps"}, "anabranch.routingCache is 'perhaps'.*true or false"),
+        ({"anabranch.requestTimeout": "soon"}, "anabranch.requestTimeout is 'soon'.*number of seconds"),
+        ({"anabranch.requestTimeout": -1}, "anabranch.requestTimeout must be more than 0"),
+        ({"anabranch.requestTimeout": "nan"}, "anabranch.requestTimeout must be more than 0"),
+        ({"anabranch.workerAddresses": "here"}, "'here' is not host:port"),
+        ({"anabranch.workerAddresses": "here:99999"}, "'here:99999' is not host:port"),
+    ],
+)
+def test_a_setting_that_makes_no_sense(rows: Any, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        writer_of(counted(rows), tmp_path / "ck", **options).start()
+    assert not (tmp_path / "ck").exists()
+
+
+def test_settings_name_the_place_that_they_come_from(
+    rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = writer_of(counted(rows), tmp_path / "ck")
+    spark = rows.sparkSession
+    spark.conf.set("spark.anabranch.keyGroup", "7")
+    try:
+        with pytest.raises(
+            SettingsError, match=r"keyGroup in the Spark configuration. Did you mean anabranch\.keyGroups"
+        ):
+            writer.start()
+    finally:
+        spark.conf.unset("spark.anabranch.keyGroup")
+    monkeypatch.setenv("ANABRANCH_WORKERS", "many")
+    with pytest.raises(SettingsError, match=r"anabranch\.workers is 'many' in the environment"):
+        writer.start()
+    monkeypatch.delenv("ANABRANCH_WORKERS")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "anabranch.toml").write_text("[anabranch]\nwokers = 3\n")
+    with pytest.raises(SettingsError, match=r"wokers in anabranch\.toml. Did you mean anabranch\.workers"):
+        writer.start()
+    (tmp_path / "anabranch.toml").write_text("[anabranch\n")
+    with pytest.raises(SettingsError, match=r"anabranch\.toml cannot be read"):
+        writer.start()
+
+
+@pytest.mark.parametrize(
+    ("build", "mode", "message"),
+    [
+        (counted, "append", "append is not supported for aggregations.*outputMode..update"),
+        (counted, "updated", "Unknown output mode 'updated'"),
+        (lambda rows: rows, "complete", "complete needs an aggregation"),
+        (lambda rows: counted(rows).orderBy("k"), "update", "Sorting needs outputMode..complete"),
+        (lambda rows: counted(rows).sort("k"), "update", "Sorting needs outputMode..complete"),
+    ],
+)
+def test_an_output_mode_that_is_not_supported(
+    rows: Any, tmp_path: Path, build: Callable[[Any], Any], mode: str, message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        writer_of(build(rows), tmp_path / "ck").outputMode(mode).start()
+    assert not (tmp_path / "ck").exists()
+
+
+@pytest.mark.parametrize(
+    ("configure", "message"),
+    [
+        (lambda writer: writer.format("parqet"), "no sink 'parqet'. Did you mean 'parquet'"),
+        (lambda writer: writer.format("kafka"), "no sink 'kafka'.*foreachBatch"),
+        (lambda writer: writer.format("parquet"), "parquet sink needs a directory"),
+        (lambda writer: writer.format("json").outputMode("complete").option("path", "x"), "complete is not supported"),
+        (lambda writer: writer.format("csv").option("path", "x").partitionBy("day"), "no column 'day'"),
+        (lambda writer: writer.partitionBy("k"), "partitionBy is for files"),
+        (lambda writer: writer.format("memory"), "memory sink needs queryName"),
+        (lambda writer: writer.option("numRows", 3), "Unknown option 'numRows' for the noop sink"),
+        (lambda writer: writer.format("console").option("numRows", "few"), "numRows of the console sink is 'few'"),
+        (lambda writer: writer.format("console").option("rows", 3), "Unknown option 'rows' for the console sink"),
+        (lambda writer: writer.foreachBatch(print), "one sink: foreachBatch or format"),
+        (lambda writer: writer.foreachBatch("print"), "foreachBatch needs a function"),
+        (lambda writer: writer.foreach(print), "foreach is not supported"),
+        (lambda writer: writer.queryName(" "), "name must not be empty"),
+        (lambda writer: writer.trigger(continuous="1 s"), "exactly one of processingTime"),
+        (lambda writer: writer.trigger(once=True, availableNow=True), "exactly one of processingTime"),
+    ],
+)
+def test_a_sink_that_makes_no_sense(rows: Any, tmp_path: Path, configure: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        configure(writer_of(counted(rows), tmp_path / "ck")).start()
+    assert not (tmp_path / "ck").exists()
+
+
+def test_a_trigger_that_spark_does_not_understand_leaves_nothing_behind(rows: Any, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="every now and then"):
+        writer_of(counted(rows), tmp_path / "ck").trigger(processingTime="every now and then").start()
+
+
+def test_a_query_needs_a_checkpoint(rows: Any) -> None:
+    with pytest.raises(SettingsError, match=r"option..checkpointLocation"):
+        counted(rows).writeStream.outputMode("update").format("noop").start()
+
+
+# --------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def used(feed: EpochFeed, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a query that counts by k."""
+    checkpoint = tmp_path_factory.mktemp("used") / "ck"
+    drain(writer_of(counted(anabranch.stream(feed.stream())), checkpoint, **{"anabranch.workers": 1}))
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (
+            lambda rows: rows.groupBy("v").count(),
+            {},
+            r"the key of stage1 is .*k.* in the checkpoint and .*v.* new checkpoint",
+        ),
+        (lambda rows: rows.groupBy(F.length("k").alias("k")).count(), {}, "the key of stage1"),
+        (lambda rows: rows.groupBy("k").agg(F.sum("v")), {}, "the state variable aggregates of stage1 is"),
+        (lambda rows: counted(rows.filter("v > 0")), {}, "the stateful stage stage1 .*another job"),
+        (lambda rows: counted(rows.stage("other")), {}, "stage 1 is called stage1 in the checkpoint and other"),
+        (lambda rows: rows, {}, "the stateful stage stage1 .*this query does not"),
+        (counted, {"anabranch.keyGroups": 64}, r"anabranch\.keyGroups is 1024 in the checkpoint and 64 in this query"),
+    ],
+)
+def test_the_checkpoint_of_another_job(
+    rows: Any, used: Path, build: Callable[[Any], Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        writer_of(build(rows), used, **options).outputMode("append" if build(rows) is rows else "update").start()
+
+
+def test_the_checkpoint_of_a_plain_spark_query(feed: EpochFeed, rows: Any, tmp_path: Path) -> None:
+    drain(feed.stream().writeStream.format("noop").option("checkpointLocation", str(tmp_path / "ck")))
+    with pytest.raises(CheckpointError, match=r"checkpoint of a plain Spark query.*new checkpoint"):
+        writer_of(counted(rows), tmp_path / "ck").start()
+
+
+def test_a_checkpoint_whose_description_is_damaged(rows: Any, tmp_path: Path) -> None:
+    drain(writer_of(counted(rows), tmp_path / "ck", **{"anabranch.workers": 1}))
+    job = tmp_path / "ck" / "anabranch" / "job.json"
+    whole = job.read_bytes()
+    job.write_bytes(whole[:40])
+    with pytest.raises(CheckpointError, match=r"job\.json"):
+        writer_of(counted(rows), tmp_path / "ck").start()
+    job.unlink()
+    with pytest.raises(CheckpointError, match=r"job\.json is missing"):
+        writer_of(counted(rows), tmp_path / "ck").start()
+
+
+@pytest.mark.parametrize("location", ["{folder}/file/ck", "unknown://place/ck"])
+def test_a_checkpoint_that_cannot_be_written(rows: Any, tmp_path: Path, location: str) -> None:
+    (tmp_path / "file").write_text("a file where a directory should be")
+    place = location.format(folder=tmp_path)
+    with pytest.raises(CheckpointError, match="ck"):
+        writer_of(counted(rows), Path("x")).option("checkpointLocation", place).start()
+
+
+def test_two_queries_on_one_checkpoint(rows: Any, tmp_path: Path) -> None:
+    first = writer_of(counted(rows), tmp_path / "ck", **{"anabranch.workers": 1}).queryName("the_first").start()
+    try:
+        with pytest.raises(EpochError, match=r"The query the_first is running on the checkpoint .*/ck.*Stop it first"):
+            writer_of(counted(rows), f"{tmp_path}/elsewhere/../ck").start()
+        first.processAllAvailable()
+        assert first.isActive
+    finally:
+        first.stop()
+
+
+def test_a_query_stops_when_another_driver_takes_its_checkpoint(spark: SparkSession, tmp_path: Path) -> None:
+    feed = EpochFeed(spark, tmp_path / "input", "k string")
+    feed.add([("a",)])
+    query = writer_of(counted(anabranch.stream(feed.stream())), tmp_path / "ck", **{"anabranch.workers": 1}).start()
+    try:
+        query.processAllAvailable()
+        claim_generation(Storage(str(tmp_path / "ck")), {"host": "elsewhere"})
+        feed.add([("b",)])
+        with pytest.raises(FencedError, match=r"newer driver has taken over .*generation 2.*one query per checkpoint"):
+            query.processAllAvailable()
+        assert isinstance(query.exception(), FencedError)
+    finally:
+        query.stop()
+
+
+# -------------------------------------------------------------------------------------------------------- workers
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_worker_that_cannot_be_reached(rows: Any, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(LostWorkerError, match=f"{address} cannot be reached. See whether its process runs"):
+        writer_of(counted(rows), tmp_path / "ck", **{"anabranch.workerAddresses": address}).start()
+
+
+def test_something_that_is_no_worker(rows: Any, tmp_path: Path) -> None:
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        options = {"anabranch.workerAddresses": address, "anabranch.startTimeout": 1}
+        with pytest.raises(LostWorkerError, match=f"{address} .*(did not answer|cannot be reached)"):
+            writer_of(counted(rows), tmp_path / "ck", **options).start()
+
+
+def test_one_worker_named_twice_and_a_wrong_token(rows: Any, tmp_path: Path) -> None:
+    with external_worker("--id", "twin", environment={**os.environ, "ANABRANCH_TOKEN": "secret"}) as worker:
+        addresses = {
+            "anabranch.workerAddresses": f"{worker['address']},{worker['address'].replace('127.0.0.1', 'localhost')}"
+        }
+        with pytest.raises(SettingsError, match="lead to the worker 'twin'"):
+            writer_of(counted(rows), tmp_path / "a", **addresses, **{"anabranch.token": "secret"}).start()
+        for token in ("", "guess"):
+            options = {"anabranch.workerAddresses": worker["address"], "anabranch.token": token}
+            with pytest.raises(WorkerError, match=r"asks for another token.*anabranch\.token"):
+                writer_of(counted(rows), tmp_path / "b", **options).start()
+        options["anabranch.token"] = "secret"
+        drain(writer_of(counted(rows), tmp_path / "c", **options))
+
+
+def test_workers_of_the_query_that_cannot_start(rows: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file where a directory should be")
+    options = {"anabranch.store": "rocksdb", "anabranch.statePath": str(tmp_path / "file" / "state")}
+    with pytest.raises(WorkerError, match=r"failed to start.*Local state cannot be kept in .*anabranch\.statePath"):
+        writer_of(counted(rows), tmp_path / "ck", **options).start()
+
+
+def run_command(*arguments: str) -> tuple[int, str]:
+    environment = {name: value for name, value in os.environ.items() if name != "ANABRANCH_TOKEN"}
+    command = [sys.executable, "-m", "anabranch", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    return done.returncode, done.stderr
+
+
+def test_the_worker_command_says_in_one_sentence_what_is_wrong(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert run_command("worker", "--port", port) == (
+            1,
+            f"Error: Port {port} on 127.0.0.1 is in use. Choose another --port, or 0 for any.\n",
+        )
+    code, text = run_command("worker", "--host", "0.0.0.0", "--port", "0")
+    assert code == 1
+    assert "0.0.0.0 can be reached from other machines, so it needs a token" in text
+    assert text.count("\n") == 1
+    code, text = run_command("worker", "--store", "rocks")
+    assert (code, "'rocks' is not a store" in text) == (2, True)
+    (tmp_path / "file").write_text("")
+    code, text = run_command("worker", "--store", "rocksdb", "--state-path", str(tmp_path / "file" / "state"))
+    assert (code, text.count("\n"), "Local state cannot be kept in" in text) == (1, 1, True)
+
+
+# ------------------------------------------------------------------------------------------------------ the handle
+
+
+def test_a_handle_says_which_stages_there_are_and_when_it_is_over(rows: Any, tmp_path: Path) -> None:
+    query = writer_of(counted(rows.stage("counts")), tmp_path / "ck", **{"anabranch.workers": 1}).start()
+    try:
+        query.processAllAvailable()
+        with pytest.raises(UnsupportedError, match=r"no stateful stage 'nope'. Stateful stages: 1 \('counts'\)"):
+            query.state("nope")
+        with pytest.raises(UnsupportedError, match=r"state variables \['aggregates'\]"):
+            query.state("counts", "nope")
+        assert query.state(1).collect() == query.state("counts", "aggregates").collect()
+    finally:
+        query.stop()
+    with pytest.raises(UnsupportedError, match="query has ended"):
+        query.workers()
+    with pytest.raises(UnsupportedError, match="query has ended"):
+        query.state("counts")
