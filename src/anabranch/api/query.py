@@ -24,8 +24,9 @@ from anabranch.plan.explain import explain_logical, explain_physical, explain_ro
 from anabranch.plan.pipeline import Pipeline
 
 _WATCH_INTERVAL_S = 0.5
-#: How an error of ours that a task raised looks within Spark's report of it.
-_TASK_ERROR = re.compile(r"anabranch\.core\.errors\.(\w+): (.*?)(?=\s+SQLSTATE: |\n\tat |\n=== |\Z)", re.DOTALL)
+#: How an error of ours that a task raised begins within Spark's report of it, and what comes after its message.
+_TASK_ERROR = re.compile(r"anabranch\.core\.errors\.(\w+): ")
+_END_OF_MESSAGE = re.compile(r"\s+SQLSTATE: |\n\tat |\n=== |\n\nDuring handling of |\n\nThe above exception was ")
 
 
 class StreamQuery:
@@ -202,9 +203,9 @@ class StreamQuery:
 
 
 def _raised_in_task(report: str) -> AnabranchError | None:
-    """The error of ours that ended a task, if it was one; the last in the report is the one that came first."""
-    for name, message in reversed(_TASK_ERROR.findall(report)):
-        kind = getattr(errors, name, None)
+    """The error of ours that ended a task, if it was one; of several in a chain, the last."""
+    for found in reversed(list(_TASK_ERROR.finditer(report))):
+        kind = getattr(errors, found[1], None)
         if isinstance(kind, type) and issubclass(kind, AnabranchError):
-            return kind(message.strip())
+            return kind(_END_OF_MESSAGE.split(report[found.end() :], maxsplit=1)[0].strip())
     return None

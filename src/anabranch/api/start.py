@@ -96,7 +96,7 @@ def resolve_location(spark: SparkSession, checkpoint: str) -> str:
     path = jvm.org.apache.hadoop.fs.Path(checkpoint)
     try:
         configuration = spark._jsc.hadoopConfiguration()
-        qualified: str = path.getFileSystem(configuration).makeQualified(path).toUri().toString()
+        qualified: str = path.getFileSystem(configuration).makeQualified(path).toString()
     except Exception as error:
         text = str(getattr(error, "java_exception", error)).splitlines()[0]
         raise CheckpointError(f"The checkpoint {checkpoint!r} cannot be used: {text}. Use another location.") from None

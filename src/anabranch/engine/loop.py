@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from py4j.protocol import Py4JJavaError
 from pyspark.sql import DataFrame
 
 from anabranch.core.errors import EpochError
@@ -95,7 +96,10 @@ class EpochLoop:
         jvm: Any = rows.sparkSession._jvm
         while not self.running.acquire(blocking=False):
             # In the JVM, in the very thread that Spark interrupts: a wait on this side would keep Spark from stopping.
-            jvm.java.lang.Thread.sleep(_TURN_INTERVAL_MS)
+            try:
+                jvm.java.lang.Thread.sleep(_TURN_INTERVAL_MS)
+            except Py4JJavaError:
+                raise _InterruptedBySparkError from None
 
     def _run(self, rows: DataFrame, epoch: int) -> None:
         clock = _Stopwatch()
@@ -146,6 +150,19 @@ class EpochLoop:
         # Partitions of a stateful stage are those that the route asked for: Spark must not merge or drop any.
         conf.set("spark.sql.adaptive.enabled", "false")
         conf.set("spark.sql.shuffle.partitions", str(self._shuffle_partitions))
+
+
+class _InterruptedBySparkError(Exception):
+    """Spark has interrupted the wait for a turn, to stop the query.
+
+    Spark tells a stop from a failure by this very text. The original error has it too, but with a stack trace so long
+    that Spark's search for the text overflows its own stack.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "py4j.protocol.Py4JJavaError: An error occurred while calling sleep.\n: java.lang.InterruptedException"
+        )
 
 
 class _EpochRun:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -17,12 +18,17 @@ PARTITION = "_partition"
 
 def place(rows: DataFrame, key_names: Sequence[str], access: StageAccess) -> DataFrame:
     """Put PARTITION and HASH in front, and move every row to the partition that its key group is assigned to."""
+    table = ",".join(map(str, access.partitions.tolist()))
+    columns = _placement(id(rows.sparkSession._jvm), tuple(key_names), table, access.key_groups)
+    return rows.select(*columns, "*").repartitionById(access.parallelism, PARTITION)
+
+
+@lru_cache(maxsize=64)
+def _placement(jvm: int, key_names: tuple[str, ...], table: str, key_groups: int) -> tuple[Column, Column]:
+    """Partition and hash. Kept from epoch to epoch, for one JVM: making a column takes several round trips to it."""
+    del jvm
     hashed = F.xxhash64(*key_names)
-    placed = rows.select(_partition_of(hashed, access).alias(PARTITION), hashed.alias(HASH), "*")
-    return placed.repartitionById(access.parallelism, F.col(PARTITION))
-
-
-def _partition_of(hashed: Column, access: StageAccess) -> Column:
     # Spark folds the split and the cast into one array literal, so a row costs one look-up.
-    table = F.split(F.lit(",".join(map(str, access.partitions.tolist()))), ",").cast("array<int>")
-    return F.get(table, F.pmod(hashed, F.lit(access.key_groups)).cast("int"))
+    partitions = F.split(F.lit(table), ",").cast("array<int>")
+    partition = F.get(partitions, F.pmod(hashed, F.lit(key_groups)).cast("int"))
+    return partition.alias(PARTITION), hashed.alias(HASH)

@@ -121,7 +121,7 @@ class AggregateStage:
         keys = [
             F.col(key_name(i)).alias(field.name, metadata=field.metadata)
             for i, field in enumerate(self.key_fields)
-            if field.name != ALL
+            if self.key_columns
         ]
         results = [
             function.finish([F.col(_buffer(i, j)) for j in range(len(function.buffers))]).alias(function.output_name)
