@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,12 +129,3 @@ def external_worker(*arguments: str, environment: Mapping[str, str] | None = Non
         process.wait(timeout=30)
         if process.stdout is not None:
             process.stdout.close()
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> None:
-    """Wait for something that happens in another thread or process."""
-    deadline_s = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s until {what}"
-        pause.wait(0.02)

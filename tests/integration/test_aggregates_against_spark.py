@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from oracle import Oracle, external_worker, names_and_types
+from oracle import Oracle, names_and_types
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 from streams import EpochFeed
 
 import anabranch
+from anabranch.operators.aggregate import stage as aggregate_stage
 
 Values = st.SearchStrategy[Any]
 
@@ -104,13 +105,6 @@ def epochs_of(draw: st.DrawFn, columns: list[tuple[list[Any], Values]], epochs: 
     )
 
 
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    """Two state workers for all tests of this module: starting some for each query would take longer than the query."""
-    with external_worker("--id", "one") as one, external_worker("--id", "two", "--store", "rocksdb") as two:
-        yield Oracle(tmp_path_factory.mktemp("oracle"), [one["address"], two["address"]])
-
-
 @pytest.fixture
 def ansi(spark: SparkSession, request: pytest.FixtureRequest) -> Iterator[bool]:
     """ANSI mode, on or off as the test asks."""
@@ -179,6 +173,14 @@ def test_keys_in_complete_mode(oracle: Oracle, keyed_feed: EpochFeed, kind: str)
     oracle.check(tallied(kind), keyed_feed, "complete")
 
 
+def test_keys_whose_rows_are_combined_before_they_are_moved(
+    oracle: Oracle, keyed_feed: EpochFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aggregate_stage, "_FEW_ROWS", 0)
+    monkeypatch.setattr(aggregate_stage, "_REPEATS_TO_COMBINE", 0)
+    oracle.check(tallied("double", "struct"), keyed_feed)
+
+
 @pytest.mark.parametrize("mode", ["update", "complete"])
 def test_several_and_computed_keys(oracle: Oracle, keyed_feed: EpochFeed, mode: str) -> None:
     keys = [
@@ -219,6 +221,15 @@ def test_aggregates_over_everything_also_where_there_is_nothing(spark: SparkSess
 def test_keys_where_there_is_nothing(spark: SparkSession, oracle: Oracle, mode: str) -> None:
     feed = feed_of(spark, oracle, {"k": "string", "v": "long"}, [("a", -1)], [("a", 1), ("b", None)], [], [("b", 2)])
     oracle.check(lambda rows: rows.filter("v is null or v > 0").groupBy("k").agg(F.sum("v"), F.avg("v")), feed, mode)
+
+
+def test_values_of_any_type_can_be_counted(spark: SparkSession, oracle: Oracle) -> None:
+    columns = {"k": "int", "many": "array<int>", "pairs": "map<string, int>", "both": "struct<a: int, b: array<int>>"}
+    rows = [(1, [1], {"x": 1}, (1, None)), (1, None, None, None), (2, [], {}, (None, None)), (1, [None], None, None)]
+    feed = feed_of(spark, oracle, columns, rows, rows[1:], rows[:2])
+    counts = [F.count(name) for name in columns]
+    several = F.call_function("count", F.col("many"), F.col("both.a"), F.col("pairs"))
+    oracle.check(lambda stream: stream.groupBy("k").agg(*counts, several, F.max("both.a")), feed)
 
 
 _MOST = Decimal("9999999999999999999999999999.9999999999")
@@ -289,6 +300,8 @@ def test_sums_with_ansi_fail_where_they_do_not_fit(
         lambda rows: rows.groupBy().max("v", "small decimal"),
         lambda rows: rows.groupBy("int").agg({"*": "count", "v": "sum", "double": "mean", "string": "max"}),
         lambda rows: rows.agg({"v": "avg"}),
+        lambda rows: rows.groupBy("INT").agg(F.sum("V"), F.max(F.col("STRUCT.B.c"))),
+        lambda rows: rows.groupBy(F.window("timestamp", "1 day")).count().select("window.start", "count"),
         lambda rows: rows.groupBy(rows["struct"]["b"], rows.int).agg(F.sum(rows.v), F.max(rows["small decimal"])),
         lambda rows: rows.groupBy("struct.b.c", F.col("v") + 1).agg(F.sum("large decimal"), F.avg("large decimal")),
         lambda rows: rows.groupBy(F.window("timestamp", "1 day").alias("day")).agg(F.count("v").alias("v")),

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from streams import EpochFeed, run_anabranch, run_native
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
+from streams import EpochFeed, run_anabranch, run_native
 
 import anabranch
 
@@ -16,7 +16,7 @@ EPOCHS = [
 ]
 
 
-@pytest.fixture()
+@pytest.fixture
 def feed(spark: SparkSession, tmp_path: Path) -> EpochFeed:
     feed = EpochFeed(spark, tmp_path / "input", "k string, v long")
     feed.add(*EPOCHS)
@@ -45,9 +45,7 @@ def test_complete_mode_gives_the_whole_result_each_time(feed: EpochFeed, tmp_pat
 def test_a_restart_continues_where_it_stopped(feed: EpochFeed, tmp_path: Path, workers_after: int) -> None:
     first = run_anabranch(counted, feed.stream(), tmp_path / "ours")
     feed.add([("a", 100), ("e", 1)], [("e", 2)])
-    second = run_anabranch(
-        counted, feed.stream(), tmp_path / "ours", options={"anabranch.workers": workers_after}
-    )
+    second = run_anabranch(counted, feed.stream(), tmp_path / "ours", options={"anabranch.workers": workers_after})
     native = run_native(counted, feed.stream(), tmp_path / "native")
     assert first.multisets() + second.multisets() == native.multisets()
 

@@ -28,7 +28,7 @@ EPOCHS = [
 ]
 
 
-@pytest.fixture()
+@pytest.fixture
 def feed(spark: SparkSession, tmp_path: Path) -> EpochFeed:
     feed = EpochFeed(spark, tmp_path / "input", "ts timestamp, k string")
     feed.add(*EPOCHS)
@@ -37,7 +37,9 @@ def feed(spark: SparkSession, tmp_path: Path) -> EpochFeed:
 
 def tumbling(rows: Any) -> Any:
     watermarked = rows.withWatermark("ts", "10 seconds")
-    return watermarked.groupBy(F.window("ts", "10 seconds"), "k").agg(F.count("*").alias("n"), F.max("ts").alias("last"))
+    return watermarked.groupBy(F.window("ts", "10 seconds"), "k").agg(
+        F.count("*").alias("n"), F.max("ts").alias("last")
+    )
 
 
 def sliding(rows: Any) -> Any:

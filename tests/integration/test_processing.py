@@ -47,25 +47,27 @@ class Ledger(StatefulProcessor):
         return n, total, f"{recent} {tags}"
 
     def handleInputRows(self, key: Any, rows: Iterator[Row], timerValues: Any) -> Iterator[Row]:
+        del timerValues
         n, total, items = self.add([(row.v, row.tag) for row in rows])
         yield Row(k=key[0], n=n, total=total, items=items)
 
 
 class LedgerOfFrames(Ledger):
     def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Any]:
+        del timerValues
         values = [(int(v), tag) for frame in rows for v, tag in zip(frame["v"], frame["tag"], strict=True)]
         n, total, items = self.add(values)
         yield pd.DataFrame({"k": [key[0]], "n": [n], "total": [total], "items": [items]})
 
 
-@pytest.fixture()
+@pytest.fixture
 def feed(spark: SparkSession, tmp_path: Path) -> EpochFeed:
     feed = EpochFeed(spark, tmp_path / "input", "k string, v long, tag string")
     feed.add(*EPOCHS)
     return feed
 
 
-@pytest.fixture()
+@pytest.fixture
 def _rocksdb(spark: SparkSession) -> Iterator[None]:
     """Spark's transformWithState needs its RocksDB store."""
     name = "spark.sql.streaming.stateStore.providerClass"

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle, drain, external_worker
+from oracle import Oracle, drain
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from streams import Collector, EpochFeed
 
 import anabranch
+from anabranch.control import coordinator
 from anabranch.control.coordinator import Coordinator
+from anabranch.core.epoch_events import CommitOn, PrepareOn
 
 KEYS = [f"k{number:02d}" for number in range(30)]
 #: Each epoch changes other keys, and the last changes all: its rows show the whole state.
@@ -28,12 +30,6 @@ EPOCHS = [
 
 class CrashError(Exception):
     """Stands for the end of the driver."""
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    with external_worker("--id", "one") as one, external_worker("--id", "two") as two:
-        yield Oracle(tmp_path_factory.mktemp("sinks"), [one["address"], two["address"]])
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +63,11 @@ def crash_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, str], A
 class Job:
     """A counting query that is run piece by piece on one checkpoint."""
 
-    def __init__(self, spark: SparkSession, folder: Path, options: dict[str, Any]) -> None:
+    def __init__(
+        self, spark: SparkSession, folder: Path, options: dict[str, Any], checkpoint: Path | None = None
+    ) -> None:
         self.feed = EpochFeed(spark, folder / "input", "k string, v long")
-        self._checkpoint = folder / "checkpoint"
+        self._checkpoint = checkpoint or folder / "checkpoint"
         self._options = options
         self._fed = 0
 
@@ -265,4 +263,60 @@ def test_an_epoch_that_cannot_be_written_is_not_committed(
     drain(job.writer().format("parquet").option("path", str(tmp_path / "out")))
     rows = job.feed.spark.read.parquet(str(tmp_path / "out")).collect()
     assert multiset(rows) == union(expected, 0, 1, 2, 3)
+    assert multiset(job.last_epoch()) == union(expected, 4)
+
+
+@pytest.mark.parametrize("point", [PrepareOn, "manifest", CommitOn, "closing"])
+def test_a_crash_at_any_point_of_the_commit_loses_and_doubles_nothing(
+    job: Job, expected: dict[int, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: Any
+) -> None:
+    def write() -> Any:
+        return job.writer().format("parquet").option("path", str(tmp_path / "out"))
+
+    ask, write_manifest, commit = Coordinator._ask, coordinator.write_manifest, Coordinator.commit
+
+    def crash_in_request(self: Coordinator, instruction: Any) -> Any:
+        if isinstance(instruction, point) and instruction.epoch == 1 and instruction.worker == "two":
+            raise CrashError("here")
+        return ask(self, instruction)
+
+    def crash_after_manifest(storage: Any, manifest: Any) -> None:
+        write_manifest(storage, manifest)
+        if manifest.epoch == 1:
+            raise CrashError("here")
+
+    def crash_after_commit(self: Coordinator, epoch: int) -> Any:
+        figures = commit(self, epoch)
+        if epoch == 1:
+            raise CrashError("here")
+        return figures
+
+    with monkeypatch.context() as patch:
+        if point == "manifest":
+            patch.setattr(coordinator, "write_manifest", crash_after_manifest)
+        elif point == "closing":
+            patch.setattr(Coordinator, "commit", crash_after_commit)
+        else:
+            patch.setattr(Coordinator, "_ask", crash_in_request)
+        job.add_epochs(2)
+        with pytest.raises(StreamingQueryException, match="here"):
+            drain(write())
+    job.add_epochs(5)
+    drain(write())
+    assert multiset(job.feed.spark.read.parquet(str(tmp_path / "out")).collect()) == union(expected)
+
+
+@pytest.mark.parametrize("name", ["two words", "ä 日本", "a%20b#c+d=e"])
+def test_a_checkpoint_is_where_its_name_says(
+    spark: SparkSession, oracle: Oracle, expected: dict[int, list[Any]], tmp_path: Path, name: str
+) -> None:
+    job = Job(spark, tmp_path, oracle.options, checkpoint=tmp_path / name / "ck")
+    job.add_epochs(4)
+    drain(job.writer().format("noop"))
+    assert sorted(path.name for path in (tmp_path / name / "ck").iterdir() if path.is_dir()) == [
+        "anabranch",
+        "commits",
+        "offsets",
+        "sources",
+    ]
     assert multiset(job.last_epoch()) == union(expected, 4)

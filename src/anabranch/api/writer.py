@@ -132,6 +132,11 @@ class StreamWriter:
     def _start(self, table: TablePlace | None) -> StreamQuery:
         spark = self._sample.sparkSession
         check_output_mode(self._pipeline, self._mode)
+        # Before anything is made under that name, such as a memory table in place of the other query's.
+        if self._name is not None and any(query.name == self._name for query in spark.streams.active):
+            raise UnsupportedError(
+                f"A query {self._name!r} is running already. Stop it, or give this one another name."
+            )
         settings = resolve_settings(spark, self._options)
         plain = {name: value for name, value in self._options.items() if not is_setting(name)}
         checkpoint = _take(plain, "checkpointLocation")

@@ -70,6 +70,8 @@ def _start(master: str, parallelism: int, folder: Path) -> SparkSession:
         .config("spark.ui.enabled", False)
         .config("spark.ui.showConsoleProgress", False)
         .config("spark.log.level", "ERROR")
+        # Over TCP every Python task waits some 40 ms for a delayed acknowledgement.
+        .config("spark.python.unix.domain.socket.enabled", True)
         .config("spark.sql.session.timeZone", "UTC")
         .config("spark.sql.shuffle.partitions", parallelism)
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))

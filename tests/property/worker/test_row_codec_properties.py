@@ -27,7 +27,7 @@ def python(table: pa.Table) -> list[Any]:
     return [arrow.frozen(row, exact=True) for row in table.to_pylist()]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batches(), st.data())
 def test_columns_come_back_exactly_with_their_types(batch: Any, data: st.DataObject) -> None:
     schema, rows = batch
@@ -41,7 +41,7 @@ def test_columns_come_back_exactly_with_their_types(batch: Any, data: st.DataObj
         assert python(back) == python(piece)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batches(), st.data())
 def test_rows_are_equal_exactly_when_their_bytes_are(batch: Any, data: st.DataObject) -> None:
     schema, rows = batch

@@ -223,7 +223,7 @@ KEYS = {
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("kind", VariableKind)
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), actions=st.lists(st.sampled_from(ACTIONS), min_size=4, max_size=10))
 def test_both_stores_do_what_a_dict_per_epoch_does(
     kind: VariableKind, key: str, data: st.DataObject, actions: list[Any]

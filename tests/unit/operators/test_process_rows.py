@@ -3,7 +3,6 @@
 # ruff: noqa: ARG002  (Spark gives the names of arguments)
 
 import datetime as dt
-import gc
 import pickle
 import zoneinfo
 from decimal import Decimal
@@ -244,7 +243,6 @@ def test_a_processor_is_closed_when_the_output_is_not_wanted_any_more() -> None:
     output.close()  # type: ignore[attr-defined]
     assert processor.life[-1] == "close"
     assert state.writes == []
-    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("where", ["init", "close"])
@@ -294,18 +292,3 @@ def test_a_processor_without_state_reads_nothing() -> None:
 
     state, outputs = run_epochs(Stateless(count), [[{"id": "a"}]], key=KEY, output=COUNTS)
     assert (state.reads, state.writes, outputs) == ([], [{}], [[{"id": "a", "count": 1}]])
-
-
-def test_what_was_collected_before_the_task_is_so_again_after_it() -> None:
-    assert gc.get_freeze_count() == 0
-    run(count, [{"id": "a"}])
-    assert gc.get_freeze_count() == 0
-
-
-def test_somebody_elses_frozen_objects_stay_frozen() -> None:
-    gc.freeze()
-    try:
-        run(count, [{"id": "a"}])
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()

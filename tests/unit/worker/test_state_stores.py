@@ -158,8 +158,10 @@ def test_rocksdb_starts_empty_whatever_its_directory_holds_and_leaves_nothing(tm
     store = open_store("rocksdb", VALUE, KEY_GROUPS, directory)
     assert content(store, VALUE) == {}
     assert store.rows() == 0
-    store.destroy()
-    assert not directory.exists()
+    for _ in range(2):
+        store.close()
+        store.destroy()
+        assert not directory.exists()
 
 
 def test_rocksdb_writes_no_log(tmp_path: Path) -> None:

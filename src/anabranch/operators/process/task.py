@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 import traceback
 from collections.abc import Iterable, Iterator
@@ -46,17 +44,6 @@ def run_task(
     make_runner: MakeRunner,
 ) -> Iterator[pa.RecordBatch]:
     """The output of one task. State is written before the last batch is given out."""
-    with _garbage_of_the_task_only():
-        yield from _run(batches, program, state, timers, make_runner)
-
-
-def _run(
-    batches: Iterable[pa.RecordBatch],
-    program: Program,
-    state: StageState,
-    timers: TimerValues | None,
-    make_runner: MakeRunner,
-) -> Iterator[pa.RecordBatch]:
     groups = group_rows(batches, program.spec.key)
     local = LocalState(program.spec, groups.keys)
     processor = program.processor
@@ -97,22 +84,6 @@ def _close_after_failure(program: Program) -> None:
     except Exception:
         # The first error is the one to raise.
         _log.warning("Stage %s: the processor failed in close as well", program.spec.name, exc_info=True)
-
-
-@contextlib.contextmanager
-def _garbage_of_the_task_only() -> Iterator[None]:
-    """Spares the collector the objects that were there before: Spark and pandas make some hundred thousand.
-
-    A task makes so many small objects that the collector would look through all others several times.
-    """
-    if gc.get_freeze_count():  # somebody else's doing, and theirs to undo
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def user_error(program: Program, where: str, error: Exception) -> EpochError:

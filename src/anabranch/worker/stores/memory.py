@@ -129,6 +129,8 @@ class MemoryStore:
         return dict(zip(rows.tolist(), dicts, strict=True))
 
     def _remove_keys(self, keys: Keys) -> None:
+        if not len(keys):
+            return
         with self._in_place.writing():
             if not self._of_values:
                 rows = self._table.find(keys.hashes, keys.keys)

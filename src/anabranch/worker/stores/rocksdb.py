@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ class RocksStore:
         return sum(self._db.property_int_value(name) or 0 for name in names)
 
     def close(self) -> None:
-        with self._changing:
+        with self._changing, suppress(rocksdict.DbClosedError):  # twice is no error
             self._db.close()
 
     def destroy(self) -> None:

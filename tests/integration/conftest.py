@@ -1,0 +1,52 @@
+"""State workers, a counting job and what Spark makes of it, for all tests that run both."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from counting import EPOCHS, SCHEMA, Attempts, counted, multiset
+from oracle import Oracle, external_worker
+from pyspark.sql import SparkSession
+from streams import EpochFeed
+
+from anabranch.control.coordinator import Coordinator
+from anabranch.core.epoch_events import SealsReported
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    """Two state workers for all tests of a module: starting some for each query would take longer than the query."""
+    with external_worker("--id", "one") as one, external_worker("--id", "two", "--store", "rocksdb") as two:
+        yield Oracle(tmp_path_factory.mktemp("oracle"), [one["address"], two["address"]])
+
+
+@pytest.fixture(scope="module")
+def counting_feed(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> EpochFeed:
+    feed = EpochFeed(spark, tmp_path_factory.mktemp("counting") / "input", SCHEMA)
+    feed.add(*EPOCHS)
+    return feed
+
+
+@pytest.fixture(scope="module")
+def expected(counting_feed: EpochFeed, tmp_path_factory: pytest.TempPathFactory) -> list[Counter[Any]]:
+    """What Spark itself gives in each epoch."""
+    native = Oracle(tmp_path_factory.mktemp("expected")).native(counted, counting_feed.stream())
+    return [multiset(native.epochs[epoch]) for epoch in range(len(EPOCHS))]
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> Attempts:
+    """Which attempts of which partitions the workers reported: more than one is state logic that ran again."""
+    seen: Attempts = defaultdict(lambda: defaultdict(set))
+    ask = Coordinator._ask
+
+    def record(self: Coordinator, instruction: Any) -> Any:
+        event = ask(self, instruction)
+        if isinstance(event, SealsReported):
+            for attempt in event.attempts:
+                seen[instruction.epoch][attempt.stage, attempt.partition].add(attempt.attempt)
+        return event
+
+    monkeypatch.setattr(Coordinator, "_ask", record)
+    return seen

@@ -1,0 +1,212 @@
+"""The epoch loop with everything around it replaced: what is called in which order, and what happens on a failure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from anabranch.core.errors import EpochError
+from anabranch.engine.loop import EpochLoop
+from anabranch.engine.segments import Operation, Segment
+
+
+class Rows:
+    """Stands for a DataFrame: notes what is done to it in a journal that all share."""
+
+    def __init__(self, journal: list[str], name: str = "rows") -> None:
+        self.journal = journal
+        self.name = name
+        self.sparkSession = SimpleNamespace(conf=SimpleNamespace(set=lambda *_: None), _jvm=None)
+        self._jdf = SimpleNamespace(queryExecution=lambda: SimpleNamespace(toRdd=lambda: self))
+
+    def count(self) -> int:
+        self.journal.append(f"run {self.name}")
+        return 0
+
+    def persist(self) -> "Rows":
+        return Rows(self.journal, f"kept {self.name}")
+
+    def unpersist(self) -> None:
+        self.journal.append(f"release {self.name}")
+
+    def filter(self, text: str) -> "Rows":
+        return Rows(self.journal, f"{self.name}|{text}")
+
+    coalesce = filter
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Stands for a stateful stage."""
+
+    number: int
+    parallelism: int | None = None
+
+    @property
+    def spec(self) -> Any:
+        return SimpleNamespace(number=self.number)
+
+    def project(self, rows: Rows) -> Rows:
+        return Rows(rows.journal, f"{rows.name}>")
+
+    def apply(self, rows: Rows, access: Any, context: Any) -> Rows:
+        del context
+        done = f" without {sorted(access.done)}" if access.done else ""
+        return Rows(rows.journal, f"s{self.number}({rows.name}{done})")
+
+
+@dataclass(frozen=True)
+class Access:
+    parallelism: int = 3
+    done: frozenset[int] = frozenset()
+
+
+@dataclass
+class Control:
+    """Stands for the coordinator."""
+
+    journal: list[str]
+    #: What `missing` answers, one after another; then nothing is missing.
+    gaps: list[Mapping[int, frozenset[int]]] = field(default_factory=list)
+
+    def begin(self, epoch: int) -> Mapping[int, Access]:
+        self.journal.append(f"begin {epoch}")
+        return {1: Access(), 2: Access()}
+
+    def missing(self, epoch: int) -> Mapping[int, frozenset[int]]:
+        del epoch
+        return self.gaps.pop(0) if self.gaps else {}
+
+    def commit(self, epoch: int) -> Mapping[str, Any]:
+        self.journal.append(f"commit {epoch}")
+        return {"changedRows": 7}
+
+    def abort(self, epoch: int) -> None:
+        self.journal.append(f"abort {epoch}")
+
+
+@dataclass
+class Output:
+    """Stands for a sink."""
+
+    journal: list[str]
+    reads_once: bool = True
+    error: Exception | None = None
+
+    def write(self, rows: Rows, epoch: int) -> None:
+        del epoch
+        self.journal.append(f"write {rows.name}")
+        if self.error is not None:
+            raise self.error
+
+
+class Facts:
+    def watermark_ms(self) -> int | None:
+        return 5
+
+    def previous_rows(self, epoch: int) -> int | None:
+        return epoch or None
+
+
+def make(
+    *operations: Operation, stages: int = 1, reads_once: bool = True, error: Exception | None = None
+) -> tuple[EpochLoop, Control]:
+    journal: list[str] = []
+    control = Control(journal)
+    segments = [Segment(Stage(number)) for number in range(1, stages)] + [Segment(Stage(stages), operations)]
+    sink = Output(journal, reads_once, error)
+    loop = EpochLoop(segments, control, sink, complete=False, shuffle_partitions=2, stream=Facts())  # type: ignore[arg-type]
+    return loop, control
+
+
+def run(loop: EpochLoop, control: Control, epoch: int = 0) -> list[str]:
+    loop(Rows(control.journal), epoch)  # type: ignore[arg-type]
+    return control.journal
+
+
+def test_the_sink_writes_before_the_commit() -> None:
+    assert run(*make()) == ["begin 0", "write s1(rows)", "commit 0"]
+
+
+def test_operations_that_read_once_stay_lazy_for_a_sink_that_reads_once() -> None:
+    assert run(*make(Operation("filter", ("x",)))) == ["begin 0", "write s1(rows)|x", "commit 0"]
+
+
+def test_a_result_is_kept_for_a_sink_that_may_read_it_again() -> None:
+    found = run(*make(Operation("filter", ("x",)), reads_once=False))
+    assert found == ["begin 0", "run kept s1(rows)|x", "write kept s1(rows)|x", "release kept s1(rows)|x", "commit 0"]
+
+
+def test_a_stage_is_run_on_its_own_before_operations_that_merge_partitions() -> None:
+    found = run(*make(Operation("coalesce", ("1",))))
+    assert found == ["begin 0", "run kept s1(rows)", "write kept s1(rows)|1", "release kept s1(rows)", "commit 0"]
+
+
+def test_the_first_stage_is_projected_by_the_streaming_query_and_others_by_the_loop() -> None:
+    assert run(*make(stages=2)) == ["begin 0", "write s2(s1(rows)>)", "commit 0"]
+
+
+def test_what_the_sink_did_not_run_is_run_before_the_commit() -> None:
+    loop, control = make(stages=2)
+    control.gaps = [{1: frozenset({0}), 2: frozenset({1, 2})}, {1: frozenset({0})}]
+    assert run(loop, control) == [
+        "begin 0",
+        "write s2(s1(rows)>)",
+        "run s2(s1(rows)> without [0])",
+        "run s1(rows without [1, 2])",
+        "commit 0",
+    ]
+
+
+def test_an_epoch_that_cannot_be_completed_is_aborted() -> None:
+    loop, control = make(reads_once=False)
+    control.gaps = [{1: frozenset({2})}] * 9
+    with pytest.raises(
+        EpochError, match=r"Epoch 4 cannot be completed.*\{1: frozenset\(\{2\}\)\}.*Start the query again"
+    ):
+        run(loop, control, epoch=4)
+    assert control.journal[-2:] == ["release kept s1(rows)", "abort 4"]
+    assert "commit 4" not in control.journal
+
+
+def test_a_sink_that_fails_aborts_the_epoch_and_is_remembered() -> None:
+    error = ValueError("full")
+    loop, control = make(error=error)
+    with pytest.raises(ValueError, match="full"):
+        run(loop, control)
+    assert control.journal == ["begin 0", "write s1(rows)", "abort 0"]
+    assert loop.error is error
+    assert loop.running.acquire(blocking=False)
+
+
+def test_each_epoch_leaves_a_report() -> None:
+    loop, control = make()
+    run(loop, control, 0)
+    run(loop, control, 1)
+    reports = dict(loop.reports)
+    assert list(reports) == [0, 1]
+    assert reports[1]["changedRows"] == 7
+    assert reports[1]["watermarkMs"] == 5
+    assert list(reports[1]["durationMs"]) == ["begin", "plan", "sink", "complete", "commit"]
+
+
+def test_an_epoch_waits_where_spark_can_interrupt_it_while_the_query_is_being_stopped() -> None:
+    loop, control = make()
+    waits: list[int] = []
+
+    def sleep(interval_ms: int) -> None:
+        waits.append(interval_ms)
+        if len(waits) == 3:
+            raise InterruptedError("Spark stops the query")
+
+    rows = Rows(control.journal)
+    rows.sparkSession._jvm = SimpleNamespace(
+        java=SimpleNamespace(lang=SimpleNamespace(Thread=SimpleNamespace(sleep=sleep)))
+    )
+    with loop.running, pytest.raises(InterruptedError):
+        loop(rows, 0)  # type: ignore[arg-type]
+    assert len(waits) == 3
+    assert control.journal == []
+    assert loop.error is None

@@ -1,0 +1,218 @@
+"""A task's state over several workers: every key reaches its owner, answers come back in order, every owner hears."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.core.ids import StageNumber
+from anabranch.core.schemas import HASH, INDEX, OP, Op, StageSpec, VariableKind, VariableSpec
+from anabranch.wire import routed
+from anabranch.wire.messages import KEYS, LookUpRoute, Read, Write
+from anabranch.wire.routed import EXPIRED, REST, Expiry, Routing, StageAccess, decode_routing, encode_routing
+
+SPEC = StageSpec(
+    StageNumber(1),
+    "stage1",
+    pa.schema([("k", pa.int64())]),
+    (
+        VariableSpec("total", VariableKind.VALUE, pa.schema([("n", pa.int64())])),
+        VariableSpec("items", VariableKind.LIST, pa.schema([("item", pa.string())])),
+    ),
+)
+KEY_GROUPS = 12
+steady = settings(deadline=None, derandomize=True, max_examples=60)
+
+
+class Workers:
+    """Stands for all workers and the connections to them. Key k has the total 10 k, and k mod 3 items."""
+
+    def __init__(self, routing: Routing) -> None:
+        self.routing = routing
+        self.reads: list[tuple[str, Read]] = []
+        self.writes: dict[str, list[tuple[Write, dict[str, pa.Table]]]] = defaultdict(list)
+        self.route_questions = 0
+
+    def get(self, address: str, *, timeout_s: float, token: str) -> Any:
+        assert (timeout_s, token) == (9.0, "secret")
+        workers = self
+
+        class Client:
+            def call(self, request: Any, tables: Any = None) -> Any:
+                return workers.answer(address, request, tables)
+
+        return Client()
+
+    def answer(self, address: str, request: Any, tables: Any) -> Any:
+        if isinstance(request, LookUpRoute):
+            self.route_questions += 1
+            return encode_routing(self.routing), {}
+        if isinstance(request, Write):
+            self.writes[address].append((request, tables))
+            return {}, {}
+        assert isinstance(request, Read)
+        self.reads.append((address, request))
+        return {}, self.read(address, request, tables[KEYS])
+
+    def read(self, address: str, request: Read, keys: pa.Table) -> dict[str, pa.Table]:
+        self.check_owned(address, keys)
+        asked = keys.column("k").to_pylist()
+        totals = [(i, 10 * k) for i, k in enumerate(asked) if k >= 0]
+        items = [(i, j, f"{k}.{j}") for i, k in enumerate(asked) if k >= 0 for j in range(k % 3)]
+        answers = {
+            "total": table(totals, SPEC.layouts["total"].answers),
+            "items": table(items, SPEC.layouts["items"].answers),
+        }
+        if request.rest:
+            answers[REST + "total"] = table([(g, g, 0) for g in request.groups], SPEC.layouts["total"].rows)
+        if request.expired:
+            answers[EXPIRED + "total"] = table([(g, -g, 0) for g in request.groups], SPEC.layouts["total"].rows)
+        return answers
+
+    def check_owned(self, address: str, rows: pa.Table) -> None:
+        owners = self.routing.owners[rows.column(HASH).to_numpy() % KEY_GROUPS]
+        assert {self.routing.addresses[owner] for owner in owners} <= {address}
+
+
+def table(rows: list[Any], schema: pa.Schema) -> pa.Table:
+    return pa.table([pa.array([row[i] for row in rows], field.type) for i, field in enumerate(schema)], schema=schema)
+
+
+def routing_of(owners: list[int]) -> Routing:
+    return Routing(("w0", "w1", "w2"), ("a:0", "a:1", "a:2"), np.array(owners, dtype=np.int16))
+
+
+def access_to(routing: Routing, partitions: list[int], *, cache_route: bool = True) -> StageAccess:
+    return StageAccess(
+        job="j",
+        generation=4,
+        epoch=7,
+        run=2,
+        key_groups=KEY_GROUPS,
+        stage=SPEC,
+        routing=routing,
+        parallelism=max(partitions) + 1,
+        partitions=np.array(partitions, dtype=np.int32),
+        cache_route=cache_route,
+        timeout_s=9.0,
+        token="secret",
+    )
+
+
+def keys_of(numbers: list[int]) -> pa.Table:
+    """Keys whose hash is the key itself: its key group is the key modulo their number."""
+    return table([(k, k) for k in numbers], SPEC.layouts["total"].keys)
+
+
+OWNERS = st.lists(st.integers(0, 2), min_size=KEY_GROUPS, max_size=KEY_GROUPS)
+NUMBERS = st.lists(st.integers(-50, 500), unique=True, max_size=40)
+
+
+@pytest.mark.parametrize("most_rows", [1, 4, 1_000_000])
+def test_answers_are_those_of_the_keys_in_their_order(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> None:
+    monkeypatch.setattr(routed, "MAX_ROWS_PER_MESSAGE", most_rows)
+
+    @steady
+    @given(OWNERS, NUMBERS)
+    def check(owners: list[int], numbers: list[int]) -> None:
+        workers = Workers(routing_of(owners))
+        monkeypatch.setattr(routed, "connections", workers)
+        found = access_to(workers.routing, [0] * KEY_GROUPS).open(partition=0, attempt=1).read(keys_of(numbers))
+        totals = [(i, 10 * k) for i, k in enumerate(numbers) if k >= 0]
+        assert list(zip(*found["total"].to_pydict().values(), strict=True)) == totals
+        items = [(i, j, f"{k}.{j}") for i, k in enumerate(numbers) if k >= 0 for j in range(k % 3)]
+        assert list(zip(*found["items"].to_pydict().values(), strict=True)) == items
+        assert found["total"].schema.field(INDEX).type == pa.int32()
+        assert all((r.epoch, r.run, r.generation, r.stage, r.groups) == (7, 2, 4, 1, []) for _, r in workers.reads)
+
+    check()
+
+
+@pytest.mark.parametrize("most_rows", [1, 4, 1_000_000])
+def test_changes_reach_their_owners_and_every_owner_is_sealed(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> None:
+    monkeypatch.setattr(routed, "MAX_ROWS_PER_MESSAGE", most_rows)
+
+    @steady
+    @given(OWNERS, NUMBERS, NUMBERS)
+    def check(owners: list[int], totals: list[int], items: list[int]) -> None:
+        workers = Workers(routing_of(owners))
+        monkeypatch.setattr(routed, "connections", workers)
+        changes = {
+            "total": table([(k, Op.PUT, k, 1) for k in totals], SPEC.layouts["total"].changes),
+            "items": table([(k, Op.CLEAR, k, None, None) for k in items], SPEC.layouts["items"].changes),
+        }
+        access_to(workers.routing, [0] * KEY_GROUPS).open(partition=0, attempt=5).write(changes)
+        assert sorted(workers.writes) == sorted({f"a:{owner}" for owner in owners})
+        sent: dict[str, list[int]] = {"total": [], "items": []}
+        for address, messages in workers.writes.items():
+            assert [request.chunk for request, _ in messages] == list(range(len(messages)))
+            assert [request.last for request, _ in messages] == [False] * (len(messages) - 1) + [True]
+            for request, tables in messages:
+                assert (request.partition, request.attempt, request.epoch, request.run) == (0, 5, 7, 2)
+                assert sum(map(len, tables.values())) <= most_rows
+                for name, rows in tables.items():
+                    workers.check_owned(address, rows)
+                    assert rows.schema.field(OP).type == pa.int8()
+                    sent[name] += rows.column("k").to_pylist()
+        assert {name: sorted(found) for name, found in sent.items()} == {
+            "total": sorted(totals),
+            "items": sorted(items),
+        }
+
+    check()
+
+
+def test_only_owners_of_the_partition_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(routing_of([0, 1, 2] * 4))
+    monkeypatch.setattr(routed, "connections", workers)
+    partitions = [0 if group % 3 == 1 else 1 for group in range(KEY_GROUPS)]
+    state = access_to(workers.routing, partitions).open(partition=0, attempt=1)
+    assert state.groups.tolist() == [1, 4, 7, 10]
+    state.read(keys_of([1, 4]))
+    state.write({})
+    assert [address for address, _ in workers.reads] == ["a:1"]
+    assert [request.last for request, _ in workers.writes["a:1"]] == [True]
+    assert list(workers.writes) == ["a:1"]
+
+
+def test_the_rest_and_what_is_over_come_once_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed, "MAX_ROWS_PER_MESSAGE", 2)
+    workers = Workers(routing_of([0, 1] * 6))
+    monkeypatch.setattr(routed, "connections", workers)
+    state = access_to(workers.routing, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]).open(partition=0, attempt=1)
+    keys = keys_of([0, 12, 24, 36, 1, 13, 25])
+    answers = state.ask(keys, rest=True)
+    assert sorted(answers.rest["total"].column("k").to_pylist()) == [0, 1, 2, 3]
+    assert len(answers.found["total"]) == 7
+    assert answers.expired == {}
+    answers = state.ask(keys, expiry=Expiry("k", "", 5))
+    assert sorted(answers.expired["total"].column("k").to_pylist()) == [-3, -2, -1, 0]
+    assert answers.rest == {}
+    assert [len(request.expired) for address, request in workers.reads if address == "a:0"][-2:] == [3, 0]
+    assert state.ask(keys_of([]), rest=True).rest["total"].num_rows == 4
+
+
+def test_tasks_that_do_not_cache_the_route_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(routing_of([2] * KEY_GROUPS))
+    monkeypatch.setattr(routed, "connections", workers)
+    stale = routing_of([1] * KEY_GROUPS)
+    state = access_to(stale, [0] * KEY_GROUPS, cache_route=False).open(partition=0, attempt=1)
+    state.read(keys_of([3]))
+    state.write({})
+    assert workers.route_questions == 2
+    assert [address for address, _ in workers.reads] == ["a:2"]
+    assert list(workers.writes) == ["a:2"]
+
+
+@given(OWNERS)
+@steady
+def test_a_routing_comes_back_as_it_was(owners: list[int]) -> None:
+    routing = routing_of(owners)
+    found = decode_routing(encode_routing(routing))
+    assert (found.workers, found.addresses) == (routing.workers, routing.addresses)
+    assert found.owners.dtype == np.int16
+    assert found.owners.tolist() == owners

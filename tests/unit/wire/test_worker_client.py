@@ -1,0 +1,121 @@
+"""The client of one worker: answers and errors come back typed, and nothing waits for ever."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import flight
+
+from anabranch.core.errors import AnabranchError, CheckpointError, EpochError, FencedError, LostWorkerError, WorkerError
+from anabranch.wire.client import Connections, WorkerClient, encode_error
+from anabranch.wire.frames import pack, unpack
+from anabranch.wire.messages import Health, Scan
+
+
+class Worker(flight.FlightServerBase):
+    """A worker that does as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__("grpc://127.0.0.1:0")
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+        self.error: Exception | None = None
+        #: Set: answers come at once.
+        self.awake = threading.Event()
+        self.awake.set()
+
+    def do_action(self, _context: Any, action: flight.Action) -> Iterator[flight.Result]:
+        header, tables = unpack(action.body)
+        self.seen.append((action.type, header))
+        self.awake.wait(30)
+        if self.error is not None:
+            raise self.error
+        return iter([flight.Result(pack({"rows": 3}, tables))])
+
+    def do_get(self, _context: Any, ticket: flight.Ticket) -> flight.GeneratorStream:
+        self.seen.append(("ticket", {"text": ticket.ticket}))
+        schema = pa.schema([("n", pa.int64())])
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            yield pa.record_batch([pa.array([1, 2])], schema=schema)
+            if self.error is not None:
+                raise self.error
+
+        return flight.GeneratorStream(schema, batches())
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with Worker() as server:
+        yield server
+        server.awake.set()
+
+
+@pytest.fixture
+def client(worker: Worker) -> Iterator[WorkerClient]:
+    client = WorkerClient(f"127.0.0.1:{worker.port}", timeout_s=20, token="secret")
+    yield client
+    client.close()
+
+
+def test_a_request_takes_the_token_and_tables_with_it(worker: Worker, client: WorkerClient) -> None:
+    table = pa.table({"n": [1, 2]})
+    header, tables = client.call(Health(), {"keys": table})
+    assert header == {"rows": 3}
+    assert tables["keys"].equals(table)
+    assert worker.seen == [("health", {"token": "secret"})]
+
+
+@pytest.mark.parametrize("kind", [WorkerError, FencedError, CheckpointError, EpochError])
+def test_errors_of_a_worker_keep_their_kind_and_message(
+    worker: Worker, client: WorkerClient, kind: type[AnabranchError]
+) -> None:
+    message = 'The key "a" {b}: no. :anabranch Do this.'
+    worker.error = flight.FlightServerError(encode_error(kind(message)))
+    with pytest.raises(kind) as caught:
+        client.call(Health())
+    assert type(caught.value) is kind
+    assert str(caught.value) == message
+
+
+def test_other_errors_name_the_worker_and_the_request(worker: Worker, client: WorkerClient) -> None:
+    worker.error = KeyError("gone")
+    with pytest.raises(WorkerError, match=f"The state worker at {client.address} failed on 'health': .*gone") as caught:
+        client.call(Health())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_worker_that_does_not_answer_in_time_is_lost(worker: Worker, client: WorkerClient) -> None:
+    worker.awake.clear()
+    with pytest.raises(LostWorkerError, match=f"{client.address} did not answer 'health' within 0.2 s.*requestTimeout"):
+        client.call(Health(), timeout_s=0.2)
+
+
+def test_a_worker_that_is_gone_is_lost(worker: Worker, client: WorkerClient) -> None:
+    client.call(Health())
+    worker.shutdown()
+    with pytest.raises(LostWorkerError, match=f"{client.address} cannot be reached.*resumes from its checkpoint"):
+        client.call(Health())
+
+
+def test_a_stream_gives_batches_and_then_the_error(worker: Worker, client: WorkerClient) -> None:
+    request = Scan(job="j", generation=1, epoch=2, stage=3, variable="v")
+    assert [batch.num_rows for batch in client.stream(request)] == [2]
+    assert b'"kind": "scan"' in worker.seen[-1][1]["text"]
+    worker.error = flight.FlightServerError(encode_error(EpochError("Epoch 2 is gone. Ask for a newer one.")))
+    with pytest.raises(EpochError, match="Ask for a newer one"):
+        list(client.stream(request))
+
+
+def test_connections_are_reused_until_they_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    connections = Connections()
+    first = connections.get("127.0.0.1:1", timeout_s=5)
+    assert connections.get("127.0.0.1:1", timeout_s=5) is first
+    assert connections.get("127.0.0.1:2", timeout_s=5) is not first
+    assert connections.get("127.0.0.1:1", timeout_s=5, token="t") is not first
+    connections.forget("127.0.0.1:1")
+    second = connections.get("127.0.0.1:1", timeout_s=5)
+    assert second is not first
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    assert connections.get("127.0.0.1:1", timeout_s=5) is not second
