@@ -13,13 +13,16 @@ from anabranch.checkpoint import ChangeFile, Storage, change_file, read_changes,
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Epoch, Generation, StageNumber, WorkerId
 from anabranch.core.keygroups import key_groups_of
+from anabranch.core.requests import Run
 from anabranch.core.schemas import HASH, Layout, Op, StageSpec, VariableKind, VariableSpec
 
 GROUPS = 64
 
 
 def path_of(epoch: int = 0, worker: str = "w1", variable: str = "value") -> str:
-    return change_file("stage2", variable, epoch=Epoch(epoch), generation=Generation(1), worker=WorkerId(worker))
+    return change_file(
+        "stage2", variable, epoch=Epoch(epoch), generation=Generation(1), run=Run(0), worker=WorkerId(worker)
+    )
 
 
 def write(storage: Storage, layout: Layout, changes: pa.Table, path: str | None = None) -> ChangeFile:

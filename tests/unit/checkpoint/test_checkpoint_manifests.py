@@ -18,6 +18,7 @@ from anabranch.checkpoint.documents import encode
 from anabranch.checkpoint.paths import manifest_file
 from anabranch.core.errors import CheckpointError, FencedError
 from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion, StageNumber, WorkerId
+from anabranch.core.requests import Run
 
 
 def manifest_of(epoch: int, generation: int = 1, **other: object) -> Manifest:
@@ -33,6 +34,7 @@ def manifest_of(epoch: int, generation: int = 1, **other: object) -> Manifest:
     fields: dict[str, object] = {
         "epoch": Epoch(epoch),
         "generation": Generation(generation),
+        "run": Run(epoch),
         "route_version": RouteVersion(4),
         "files": (file,),
         "watermarks": {"stage2": 1_700_000_000_000},

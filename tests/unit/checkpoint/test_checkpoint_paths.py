@@ -3,13 +3,14 @@ from hypothesis import strategies as st
 
 from anabranch.checkpoint import paths
 from anabranch.core.ids import Epoch, Generation, RouteVersion, WorkerId
+from anabranch.core.requests import Run
 
 
-def test_a_change_file_is_found_by_stage_variable_epoch_generation_and_worker() -> None:
+def test_a_change_file_is_found_by_stage_variable_epoch_generation_run_and_worker() -> None:
     path = paths.change_file(
-        "stage2", "count", epoch=Epoch(12), generation=Generation(3), worker=WorkerId("10.0.0.7:9000")
+        "stage2", "count", epoch=Epoch(12), generation=Generation(3), run=Run(5), worker=WorkerId("10.0.0.7:9000")
     )
-    assert path == "anabranch/changes/stage2/count/epoch=000000000012/g00000003-10.0.0.7%3A9000.parquet"
+    assert path == "anabranch/changes/stage2/count/epoch=000000000012/g00000003-r5-10.0.0.7%3A9000.parquet"
 
 
 def test_names_lead_back_to_numbers() -> None:
