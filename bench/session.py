@@ -140,8 +140,6 @@ def _start_spark(folder: Path, parallelism: int) -> SparkSession:
         builder = builder.config(name, value)
     return (
         builder.config("spark.sql.shuffle.partitions", str(parallelism))
-        # For both sides: over TCP every Python task waits some 40 ms for a delayed acknowledgement.
-        .config("spark.python.unix.domain.socket.enabled", "true")
         .config("spark.local.dir", str(folder / "local"))
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
         .config("spark.driver.extraJavaOptions", f'-Duser.timezone=UTC "-Dderby.system.home={folder}"')
