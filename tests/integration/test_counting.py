@@ -1,5 +1,6 @@
 """The thinnest slice end to end: a keyed count through state workers, exactly once, restarted."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,11 @@ def test_state_and_workers_can_be_looked_at_while_it_runs(
     finally:
         query.stop()
     assert not query.isActive
+
+
+def test_relative_places_are_taken_from_the_working_directory(feed: EpochFeed, tmp_path: Path) -> None:
+    place = Path(os.path.relpath(tmp_path))
+    writer = counted(anabranch.stream(feed.stream())).writeStream.outputMode("update").format("parquet")
+    query = writer.option("checkpointLocation", str(place / "ck")).trigger(availableNow=True).start(str(place / "out"))
+    assert query.awaitTermination(120)
+    assert feed.spark.read.parquet(str(tmp_path / "out")).count() == 6

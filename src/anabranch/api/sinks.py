@@ -9,6 +9,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
+from anabranch.api.locations import qualified
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.sinks import (
     FILE_FORMATS,
@@ -84,7 +85,8 @@ def _file_sink(
     for column in partition_by:
         if column not in result.columns:
             raise UnsupportedError(f"partitionBy: there is no column {column!r} in the result {result.columns}.")
-    return FileSink(path, format, partition_by, options), f"{format} files in {path}"
+    place = qualified(result.sparkSession, path, what=f"The directory of the {format} sink", error=UnsupportedError)
+    return FileSink(place, format, partition_by, options), f"{format} files in {path}"
 
 
 def _table_sink(

@@ -9,6 +9,7 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
+from anabranch.api.locations import qualified
 from anabranch.api.query import StreamQuery
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.launcher import EmbeddedWorkers
@@ -36,7 +37,7 @@ def start_query(
 ) -> StreamQuery:
     """Start everything, or leave nothing behind."""
     spark = sample.sparkSession
-    location = resolve_location(spark, checkpoint)
+    location = qualified(spark, checkpoint, what="The checkpoint", error=CheckpointError)
     _check_one_query_per_checkpoint(spark, location)
     default_parallelism = settings.parallelism or max(spark.sparkContext.defaultParallelism, 1)
     specs = [stage.spec for stage in pipeline.stateful_stages]
@@ -88,19 +89,6 @@ def start_query(
         default_parallelism=default_parallelism,
         release=release,
     )
-
-
-def resolve_location(spark: SparkSession, checkpoint: str) -> str:
-    """The checkpoint as Spark understands it, absolute, so that workers find it as well."""
-    jvm: Any = spark._jvm
-    path = jvm.org.apache.hadoop.fs.Path(checkpoint)
-    try:
-        configuration = spark._jsc.hadoopConfiguration()
-        qualified: str = path.getFileSystem(configuration).makeQualified(path).toString()
-    except Exception as error:
-        text = str(getattr(error, "java_exception", error)).splitlines()[0]
-        raise CheckpointError(f"The checkpoint {checkpoint!r} cannot be used: {text}. Use another location.") from None
-    return qualified
 
 
 def _find_workers(settings: Settings, workers: EmbeddedWorkers) -> Membership:
