@@ -49,6 +49,7 @@ class Coordinator:
         self._machine = EpochMachine(resumed.committed_epoch)
         self._pool = ThreadPoolExecutor(max_workers=max(2, len(members)), thread_name_prefix="anabranch")
         self._routing = self._make_routing()
+        self._accesses = self._make_accesses()
         self._changed: dict[str, int] = {}
 
     @property
@@ -65,21 +66,17 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------- the epoch
 
-    def begin(self, epoch: int) -> Mapping[int, StageAccess]:
-        assignments = {
-            spec.number: assign_partitions(self.route, self._partitions_of(spec)) for spec in self._resumed.job.stages
-        }
+    def begin(self, epoch: int) -> int:
         owners = {
-            StagePartition(number, Partition(partition)): frozenset(workers)
-            for number, assignment in assignments.items()
-            for partition, workers in enumerate(owners_of_partitions(self.route, assignment))
+            StagePartition(StageNumber(number), Partition(partition)): frozenset(workers)
+            for number, access in self._accesses.items()
+            for partition, workers in enumerate(owners_of_partitions(self.route, access.partitions.tolist()))
         }
-        begun = events.EpochBegun(Epoch(epoch), frozenset(m.worker for m in self.members), owners)
-        self._drive(begun)
-        return {
-            spec.number: self._access(spec, np.array(assignments[spec.number], dtype=np.int32))
-            for spec in self._resumed.job.stages
-        }
+        self._drive(events.EpochBegun(Epoch(epoch), frozenset(m.worker for m in self.members), owners))
+        return self._machine.run
+
+    def accesses(self) -> Mapping[int, StageAccess]:
+        return self._accesses
 
     def missing(self, epoch: int) -> Mapping[int, frozenset[int]]:
         del epoch
@@ -224,17 +221,18 @@ class Coordinator:
 
     # ----------------------------------------------------------------------------------------------- pieces
 
-    def _access(self, spec: StageSpec, partitions: np.ndarray[Any, np.dtype[np.int32]]) -> StageAccess:
+    def _make_accesses(self) -> Mapping[int, StageAccess]:
+        return {spec.number: self._access(spec) for spec in self._resumed.job.stages}
+
+    def _access(self, spec: StageSpec) -> StageAccess:
         return StageAccess(
             job=self._resumed.job.job_id,
             generation=self._resumed.generation,
-            epoch=self._machine.epoch,
-            run=self._machine.run,
             key_groups=self._resumed.job.key_groups,
             stage=spec,
             routing=self._routing,
             parallelism=self._partitions_of(spec),
-            partitions=partitions,
+            partitions=np.array(assign_partitions(self.route, self._partitions_of(spec)), dtype=np.int32),
             cache_route=self._settings.routing_cache,
             timeout_s=self._settings.request_timeout_s,
             token=self._settings.token,

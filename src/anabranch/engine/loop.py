@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -14,9 +13,12 @@ from py4j.protocol import Py4JJavaError
 from pyspark.sql import DataFrame
 
 from anabranch.core.errors import EpochError
+from anabranch.engine.epochrun import EpochRun
 from anabranch.engine.segments import Segment
 from anabranch.engine.sinks import Sink
 from anabranch.engine.stages import EpochContext
+from anabranch.engine.taskepoch import TaskEpoch
+from anabranch.engine.templates import Templates
 from anabranch.wire.routed import StageAccess
 
 logger = logging.getLogger(__name__)
@@ -30,8 +32,11 @@ _TURN_INTERVAL_MS = 20
 class Coordinator(Protocol):
     """The control plane, as far as the loop needs it."""
 
-    def begin(self, epoch: int) -> Mapping[int, StageAccess]:
-        """Start an epoch on all workers; how tasks reach the state of each stage."""
+    def begin(self, epoch: int) -> int:
+        """Start an epoch on all workers; the number of this run of it."""
+
+    def accesses(self) -> Mapping[int, StageAccess]:
+        """How tasks reach the state of each stage: the same object as long as nothing in it changes."""
 
     def missing(self, epoch: int) -> Mapping[int, frozenset[int]]:
         """The partitions of each stage that have not been sealed yet."""
@@ -72,6 +77,7 @@ class EpochLoop:
         self._complete = complete
         self._shuffle_partitions = shuffle_partitions
         self._stream = stream
+        self._templates = Templates()
         self._configured = False
         #: Held while an epoch runs, so that a stop can wait for its end.
         self.running = threading.Lock()
@@ -104,41 +110,47 @@ class EpochLoop:
     def _run(self, rows: DataFrame, epoch: int) -> None:
         clock = _Stopwatch()
         self._configure(rows)
-        accesses = self._coordinator.begin(epoch)
-        context = EpochContext(
+        number = self._coordinator.begin(epoch)
+        task_epoch = TaskEpoch(
             epoch=epoch,
+            run=number,
             processing_time_ms=time.time_ns() // 1_000_000,
             watermark_ms=self._stream.watermark_ms(),
-            previous_rows=self._stream.previous_rows(epoch),
-            previous_changes=self.reports[-1][1].get("changedRows", 0) if self.reports else 0,
-            complete=self._complete,
         )
+        task_epoch.announce(rows.sparkSession)
         clock.lap("begin")
-        run = _EpochRun(self._segments, rows, accesses, context, reads_once=self._sink.reads_once)
+        run = EpochRun(self._segments, rows, self._coordinator.accesses(), self._context(epoch), self._templates)
         try:
-            result = run.build()
+            result = run.build(reads_once=self._sink.reads_once)
             clock.lap("plan")
             self._sink.write(result, epoch)
             clock.lap("sink")
-            self._complete_what_is_missing(run, epoch)
+            self._complete_what_is_missing(run, task_epoch)
             clock.lap("complete")
         finally:
             run.release()
         figures = self._coordinator.commit(epoch)
         clock.lap("commit")
-        self.reports.append((epoch, {**figures, "durationMs": clock.laps_ms, "watermarkMs": context.watermark_ms}))
+        self.reports.append((epoch, {**figures, "durationMs": clock.laps_ms, "watermarkMs": task_epoch.watermark_ms}))
         logger.info("epoch %d committed: %s", epoch, clock.laps_ms)
 
-    def _complete_what_is_missing(self, run: _EpochRun, epoch: int) -> None:
+    def _context(self, epoch: int) -> EpochContext:
+        return EpochContext(
+            previous_rows=self._stream.previous_rows(epoch),
+            previous_changes=self.reports[-1][1].get("changedRows", 0) if self.reports else 0,
+            complete=self._complete,
+        )
+
+    def _complete_what_is_missing(self, run: EpochRun, epoch: TaskEpoch) -> None:
         """A sink may read only some of the rows, but every partition's state changes belong to the epoch."""
         for _ in range(_MAX_COMPLETION_ROUNDS):
-            missing = self._coordinator.missing(epoch)
+            missing = self._coordinator.missing(epoch.epoch)
             if not missing:
                 return
-            run.complete(missing)
+            run.complete(missing, epoch)
         raise EpochError(
-            f"Epoch {epoch} cannot be completed: Spark did not run {dict(missing)} (stage: partitions). Nothing of it "
-            "is committed. Start the query again; if it happens again, report the query's explain()."
+            f"Epoch {epoch.epoch} cannot be completed: Spark did not run {dict(missing)} (stage: partitions). Nothing "
+            "of it is committed. Start the query again; if it happens again, report the query's explain()."
         )
 
     def _configure(self, rows: DataFrame) -> None:
@@ -163,72 +175,6 @@ class _InterruptedBySparkError(Exception):
         super().__init__(
             "py4j.protocol.Py4JJavaError: An error occurred while calling sleep.\n: java.lang.InterruptedException"
         )
-
-
-class _EpochRun:
-    """One epoch's DataFrames: the stateful stages strung together, and what has been materialised of them."""
-
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        rows: DataFrame,
-        accesses: Mapping[int, StageAccess],
-        context: EpochContext,
-        *,
-        reads_once: bool,
-    ) -> None:
-        self._segments = segments
-        self._rows = rows
-        self._accesses = accesses
-        self._context = context
-        self._reads_once = reads_once
-        self._held: list[DataFrame] = []
-        #: The input of each stateful stage, projected, in the order of the stages.
-        self._inputs: list[DataFrame] = []
-
-    def build(self) -> DataFrame:
-        """The epoch's result. Lazy, except for what has to be materialised on the way."""
-        rows = self._rows
-        for position, segment in enumerate(self._segments):
-            # The first stage's projection is part of the streaming query itself.
-            projected = rows if position == 0 else segment.stage.project(rows)
-            self._inputs.append(projected)
-            rows = segment.stage.apply(projected, self._access(segment), self._context)
-            last = position == len(self._segments) - 1
-            if not segment.one_to_one:
-                rows = self._materialise(rows)
-            for operation in segment.after:
-                rows = operation.apply(rows)
-            if last and segment.one_to_one and not self._reads_once:
-                rows = self._materialise(rows)
-        return rows
-
-    def complete(self, missing: Mapping[int, frozenset[int]]) -> None:
-        """Run the missing partitions of the last stage that has any; earlier stages run along with it."""
-        position = max(i for i, segment in enumerate(self._segments) if segment.stage.spec.number in missing)
-        stage = self._segments[position].stage
-        access = self._access(self._segments[position])
-        done = frozenset(range(access.parallelism)) - missing[stage.spec.number]
-        rows = stage.apply(self._inputs[position], dataclasses.replace(access, done=done), self._context)
-        _run_all_partitions(rows)
-
-    def release(self) -> None:
-        for rows in self._held:
-            rows.unpersist()
-
-    def _access(self, segment: Segment) -> StageAccess:
-        return self._accesses[segment.stage.spec.number]
-
-    def _materialise(self, rows: DataFrame) -> DataFrame:
-        """Compute all partitions once, in tasks of their own; whoever reads them later does not run state logic."""
-        held = rows.persist()
-        self._held.append(held)
-        _run_all_partitions(held)
-        return held
-
-
-def _run_all_partitions(rows: DataFrame) -> None:
-    rows._jdf.queryExecution().toRdd().count()
 
 
 class _Stopwatch:

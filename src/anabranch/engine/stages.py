@@ -13,12 +13,8 @@ from anabranch.wire.routed import StageAccess
 
 @dataclass(frozen=True)
 class EpochContext:
-    """The facts of one epoch that stages may depend on."""
+    """The facts of one epoch that a stage's plan may depend on. What only its tasks need is in TaskEpoch."""
 
-    epoch: int
-    processing_time_ms: int
-    #: The event time up to which input is complete; None without a watermark.
-    watermark_ms: int | None
     #: Rows that the epoch before read, and changes that it made to state; None before the first.
     previous_rows: int | None
     previous_changes: int
@@ -38,6 +34,9 @@ class StatefulStage(Protocol):
 
     def project(self, rows: DataFrame) -> DataFrame:
         """The stateless half of the stage, which runs before rows are placed. Works on streaming DataFrames too."""
+
+    def variant(self, context: EpochContext) -> str:
+        """Which of its plans suits the epoch; `apply` makes the same plan for the same variant and access."""
 
     def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
         """Place projected rows by key group and run the stage's logic against the state."""

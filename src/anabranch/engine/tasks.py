@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pyarrow as pa
@@ -10,11 +9,12 @@ from pyspark import TaskContext
 from pyspark.sql import DataFrame
 from pyspark.sql.types import StructType
 
-from anabranch.core.errors import EpochError
+from anabranch.engine import pythonworker
+from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.wire.routed import RoutedState, StageAccess
 
 #: What a stage does with a partition. It must have written to the state, once, when it is exhausted.
-Task = Callable[[Sequence[pa.RecordBatch], RoutedState], Iterable[pa.RecordBatch]]
+Task = Callable[[Sequence[pa.RecordBatch], RoutedState, TaskEpoch], Iterable[pa.RecordBatch]]
 
 
 def run_in_tasks(rows: DataFrame, access: StageAccess, task: Task, schema: StructType) -> DataFrame:
@@ -29,25 +29,14 @@ def run_in_tasks(rows: DataFrame, access: StageAccess, task: Task, schema: Struc
 def run_task(access: StageAccess, task: Task, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Process one partition. State is staged and sealed before the first row goes out, so that a consumer which stops
     early, such as a limit, does not leave changes behind."""
-    _spare_the_collector()
+    pythonworker.tune()
     context = TaskContext.get()
-    if context is None:
-        raise EpochError("A stateful stage ran outside a Spark task. Use writeStream to run the query.")
+    epoch = TaskEpoch.of(context)
+    assert context is not None
     received = [batch for batch in batches if batch.num_rows]
     partition = received[0].column(0)[0].as_py() if received else context.partitionId()
-    if partition in access.done or partition >= access.parallelism:
+    if partition in epoch.done.get(access.stage.number, ()) or partition >= access.parallelism:
         return
-    state = access.open(partition=partition, attempt=context.taskAttemptId())
+    state = access.open(epoch=epoch.epoch, run=epoch.run, partition=partition, attempt=context.taskAttemptId())
     rows = [batch.select(range(1, batch.num_columns)) for batch in received]
-    yield from list(task(rows, state))
-
-
-def _spare_the_collector() -> None:
-    """Exempt what the process's imports made from garbage collection, once.
-
-    Spark collects garbage after every task of a Python process. Looking through the objects of PySpark, pandas and
-    Arrow takes some 40 ms each time, longer than a task of a small epoch.
-    """
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+    yield from list(task(rows, state, epoch))

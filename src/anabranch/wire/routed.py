@@ -58,12 +58,10 @@ class Routing:
 
 @dataclass(frozen=True)
 class StageAccess:
-    """All that a task needs to reach its stage's state in one epoch. Shipped with the task."""
+    """All that a task needs to reach its stage's state under one route. Shipped with the task."""
 
     job: str
     generation: int
-    epoch: int
-    run: int
     key_groups: int
     stage: StageSpec
     routing: Routing
@@ -73,18 +71,18 @@ class StageAccess:
     cache_route: bool
     timeout_s: float
     token: str
-    #: Partitions that an earlier run of this epoch has sealed, and whose output nobody needs again.
-    done: frozenset[int] = frozenset()
 
-    def open(self, *, partition: int, attempt: int) -> RoutedState:
-        return RoutedState(self, partition=partition, attempt=attempt)
+    def open(self, *, epoch: int, run: int, partition: int, attempt: int) -> RoutedState:
+        return RoutedState(self, epoch=epoch, run=run, partition=partition, attempt=attempt)
 
 
 class RoutedState:
     """Reads and writes the state of one stage for one task attempt."""
 
-    def __init__(self, access: StageAccess, *, partition: int, attempt: int) -> None:
+    def __init__(self, access: StageAccess, *, epoch: int, run: int, partition: int, attempt: int) -> None:
         self._access = access
+        self._epoch = epoch
+        self._run = run
         self._partition = partition
         self._attempt = attempt
         self.groups = np.flatnonzero(access.partitions == partition)
@@ -135,8 +133,8 @@ class RoutedState:
             request = Read(
                 job=access.job,
                 generation=access.generation,
-                epoch=access.epoch,
-                run=access.run,
+                epoch=self._epoch,
+                run=self._run,
                 stage=access.stage.number,
                 groups=groups if rest or expiry else [],
                 rest=rest,
@@ -164,8 +162,8 @@ class RoutedState:
             request = Write(
                 job=access.job,
                 generation=access.generation,
-                epoch=access.epoch,
-                run=access.run,
+                epoch=self._epoch,
+                run=self._run,
                 stage=access.stage.number,
                 partition=self._partition,
                 attempt=self._attempt,

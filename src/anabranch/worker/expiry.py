@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH
 
 _NEVER = np.iinfo(np.int64).max
 _UNKNOWN = np.iinfo(np.int64).min
-
-
-@dataclass(frozen=True)
-class EventTime:
-    """Where a stage's key holds its event time: a column, or a field of a struct column, such as a window's end."""
-
-    column: str
-    field: str
-
-    def of(self, rows: pa.Table | pa.RecordBatch) -> pa.Array:
-        """The event times in microseconds."""
-        column = rows.column(self.column)
-        if isinstance(column, pa.ChunkedArray):
-            column = column.combine_chunks()
-        if self.field:
-            column = pc.struct_field(column, self.field)
-        return column.cast(pa.int64())
 
 
 class ExpiryIndex:
@@ -67,7 +49,7 @@ class ExpiryIndex:
         expired = []
         for batch in batches:
             times = self._event_time.of(batch)
-            expired.append(batch.filter(pc.fill_null(pc.less_equal(times, up_to_us), False)))
+            expired.append(batch.filter(self._event_time.is_over(batch, up_to_us)))
             groups = key_groups_of(batch.column(HASH).to_numpy(), self._key_groups)
             np.minimum.at(earliest, groups, times.fill_null(_NEVER).to_numpy())
         chosen = np.fromiter(scanned, dtype=np.int64, count=len(scanned))

@@ -18,13 +18,14 @@ from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core import requests
 from anabranch.core.errors import EpochError, FencedError, WorkerError
+from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import Attempt, Epoch, Generation, Partition, StageNumber, WorkerId
 from anabranch.core.requests import Refusal, Run, RunId, StageAttempt
 from anabranch.core.schemas import StageSpec
 from anabranch.core.transactions import TransactionMachine
 from anabranch.wire import messages
 from anabranch.wire.routed import EXPIRED, REST
-from anabranch.worker.expiry import EventTime, ExpiryIndex
+from anabranch.worker.expiry import ExpiryIndex
 from anabranch.worker.layers import VariableState
 from anabranch.worker.stores import open_store
 

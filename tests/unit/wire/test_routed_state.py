@@ -13,7 +13,16 @@ from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, OP, Op, StageSpec, VariableKind, VariableSpec
 from anabranch.wire import routed
 from anabranch.wire.messages import KEYS, LookUpRoute, Read, Write
-from anabranch.wire.routed import EXPIRED, REST, Expiry, Routing, StageAccess, decode_routing, encode_routing
+from anabranch.wire.routed import (
+    EXPIRED,
+    REST,
+    Expiry,
+    RoutedState,
+    Routing,
+    StageAccess,
+    decode_routing,
+    encode_routing,
+)
 
 SPEC = StageSpec(
     StageNumber(1),
@@ -90,8 +99,6 @@ def access_to(routing: Routing, partitions: list[int], *, cache_route: bool = Tr
     return StageAccess(
         job="j",
         generation=4,
-        epoch=7,
-        run=2,
         key_groups=KEY_GROUPS,
         stage=SPEC,
         routing=routing,
@@ -101,6 +108,10 @@ def access_to(routing: Routing, partitions: list[int], *, cache_route: bool = Tr
         timeout_s=9.0,
         token="secret",
     )
+
+
+def state_at(access: StageAccess, attempt: int = 1) -> RoutedState:
+    return access.open(epoch=7, run=2, partition=0, attempt=attempt)
 
 
 def keys_of(numbers: list[int]) -> pa.Table:
@@ -121,7 +132,11 @@ def test_answers_are_those_of_the_keys_in_their_order(monkeypatch: pytest.Monkey
     def check(owners: list[int], numbers: list[int]) -> None:
         workers = Workers(routing_of(owners))
         monkeypatch.setattr(routed, "connections", workers)
-        found = access_to(workers.routing, [0] * KEY_GROUPS).open(partition=0, attempt=1).read(keys_of(numbers))
+        found = (
+            access_to(workers.routing, [0] * KEY_GROUPS)
+            .open(epoch=7, run=2, partition=0, attempt=1)
+            .read(keys_of(numbers))
+        )
         totals = [(i, 10 * k) for i, k in enumerate(numbers) if k >= 0]
         assert list(zip(*found["total"].to_pydict().values(), strict=True)) == totals
         items = [(i, j, f"{k}.{j}") for i, k in enumerate(numbers) if k >= 0 for j in range(k % 3)]
@@ -145,7 +160,7 @@ def test_changes_reach_their_owners_and_every_owner_is_sealed(monkeypatch: pytes
             "total": table([(k, Op.PUT, k, 1) for k in totals], SPEC.layouts["total"].changes),
             "items": table([(k, Op.CLEAR, k, None, None) for k in items], SPEC.layouts["items"].changes),
         }
-        access_to(workers.routing, [0] * KEY_GROUPS).open(partition=0, attempt=5).write(changes)
+        state_at(access_to(workers.routing, [0] * KEY_GROUPS), attempt=5).write(changes)
         assert sorted(workers.writes) == sorted({f"a:{owner}" for owner in owners})
         sent: dict[str, list[int]] = {"total": [], "items": []}
         for address, messages in workers.writes.items():
@@ -170,7 +185,7 @@ def test_only_owners_of_the_partition_are_asked(monkeypatch: pytest.MonkeyPatch)
     workers = Workers(routing_of([0, 1, 2] * 4))
     monkeypatch.setattr(routed, "connections", workers)
     partitions = [0 if group % 3 == 1 else 1 for group in range(KEY_GROUPS)]
-    state = access_to(workers.routing, partitions).open(partition=0, attempt=1)
+    state = state_at(access_to(workers.routing, partitions))
     assert state.groups.tolist() == [1, 4, 7, 10]
     state.read(keys_of([1, 4]))
     state.write({})
@@ -183,7 +198,9 @@ def test_the_rest_and_what_is_over_come_once_for_each_group(monkeypatch: pytest.
     monkeypatch.setattr(routed, "MAX_ROWS_PER_MESSAGE", 2)
     workers = Workers(routing_of([0, 1] * 6))
     monkeypatch.setattr(routed, "connections", workers)
-    state = access_to(workers.routing, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]).open(partition=0, attempt=1)
+    state = access_to(workers.routing, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]).open(
+        epoch=7, run=2, partition=0, attempt=1
+    )
     keys = keys_of([0, 12, 24, 36, 1, 13, 25])
     answers = state.ask(keys, rest=True)
     assert sorted(answers.rest["total"].column("k").to_pylist()) == [0, 1, 2, 3]
@@ -200,7 +217,7 @@ def test_tasks_that_do_not_cache_the_route_ask_for_it(monkeypatch: pytest.Monkey
     workers = Workers(routing_of([2] * KEY_GROUPS))
     monkeypatch.setattr(routed, "connections", workers)
     stale = routing_of([1] * KEY_GROUPS)
-    state = access_to(stale, [0] * KEY_GROUPS, cache_route=False).open(partition=0, attempt=1)
+    state = state_at(access_to(stale, [0] * KEY_GROUPS, cache_route=False))
     state.read(keys_of([3]))
     state.write({})
     assert workers.route_questions == 2

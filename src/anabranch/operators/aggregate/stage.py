@@ -8,13 +8,16 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 
+from anabranch.core.eventtime import EventTime
 from anabranch.core.schemas import HASH, INDEX, Op, StageSpec
 from anabranch.engine.placement import PARTITION, place
 from anabranch.engine.stages import EpochContext
+from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.aggregate.functions import AggregateFunction
 from anabranch.operators.aggregate.merge import Merge, merge_columns, null_where_overflowed
@@ -56,12 +59,14 @@ class AggregateStage:
         ]
         return rows.select(*keys, *inputs) if keys or inputs else rows.select(F.lit(1).alias("_row"))
 
+    def variant(self, context: EpochContext) -> str:
+        return "placed first" if self._places_first(context) else "combined first"
+
     def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
-        expiry = self._expiry(context)
-        if expiry is not None:
-            rows = rows.filter(self._in_time(expiry.up_to_us))
+        # In complete mode the result keeps everything, and nothing is late.
+        event_time = None if context.complete else self.event_time
         merges = tuple((buffer.merge, buffer.seen) for function in self.functions for buffer in function.buffers)
-        task = _MergeTask(self.spec, merges, self.ansi, context.complete, expiry, self._task_schema.names)
+        task = _MergeTask(self.spec, merges, self.ansi, context.complete, event_time, self._task_schema.names)
         placed = self._placed_first(rows, access) if self._places_first(context) else self._combined_first(rows, access)
         merged = run_in_tasks(placed, access, task, self._task_schema)
         return merged if self._is_final else merged.select(*self._results)
@@ -70,20 +75,6 @@ class AggregateStage:
         """The state as the query's result would show it."""
         del variable
         return state.toDF(HASH, *self._key_names, *self._buffer_names).select(*self._results)
-
-    def _expiry(self, context: EpochContext) -> Expiry | None:
-        """What the watermark has passed. In complete mode the result keeps everything, and nothing is late."""
-        if self.event_time is None or context.watermark_ms is None or context.complete:
-            return None
-        position, field = self.event_time
-        return Expiry(self.spec.key.names[position], field, context.watermark_ms * 1000)
-
-    def _in_time(self, up_to_us: int) -> Column:
-        assert self.event_time is not None
-        position, field = self.event_time
-        time = F.col(key_name(position)).getField(field) if field else F.col(key_name(position))
-        limit = F.timestamp_micros(F.lit(up_to_us))
-        return ~F.coalesce(time <= limit, F.lit(False))
 
     def _places_first(self, context: EpochContext) -> bool:
         """Whether moving all rows costs less than combining them before: one shuffle instead of two.
@@ -165,17 +156,25 @@ class _MergeTask:
     merges: tuple[tuple[Merge, int], ...]
     ansi: bool
     complete: bool
-    expiry: Expiry | None
+    #: The key column with the event time that a watermark passes; its field, for a window.
+    event_time: tuple[int, str] | None
     #: Of the columns that go out.
     names: list[str]
 
-    def __call__(self, batches: Sequence[pa.RecordBatch], state: RoutedState) -> Iterator[pa.RecordBatch]:
+    def __call__(
+        self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
+    ) -> Iterator[pa.RecordBatch]:
         layout = self.spec.layouts[VARIABLE]
         partials = pa.Table.from_batches(batches).combine_chunks() if batches else layout.rows.empty_table()
         partials = partials.rename_columns(layout.rows.names).cast(layout.rows)
+        expiry = self._expiry(epoch)
+        if expiry is not None:
+            # Keys that the watermark has passed have been let go of, and must not come back.
+            late = EventTime(expiry.column, expiry.field).is_over(partials, expiry.up_to_us)
+            partials = partials.filter(pc.invert(late))
         keys = partials.select(layout.keys.names)
-        if len(partials) or self.complete or self.expiry:
-            answers = state.ask(keys, rest=self.complete, expiry=self.expiry)
+        if len(partials) or self.complete or expiry:
+            answers = state.ask(keys, rest=self.complete, expiry=expiry)
         else:
             answers = Answers({}, {}, {})
         merged = self._merge(partials, answers.found)
@@ -186,6 +185,13 @@ class _MergeTask:
         state.write({VARIABLE: changed} if len(changed) else {})
         for table in (merged, answers.rest.get(VARIABLE, layout.rows.empty_table())):
             yield from table.drop_columns([HASH]).rename_columns(self.names).to_batches(_MAX_ROWS_PER_BATCH)
+
+    def _expiry(self, epoch: TaskEpoch) -> Expiry | None:
+        """What the watermark has passed."""
+        if self.event_time is None or epoch.watermark_ms is None:
+            return None
+        position, field = self.event_time
+        return Expiry(self.spec.key.names[position], field, epoch.watermark_ms * 1000)
 
     def _merge(self, partials: pa.Table, answers: Mapping[str, pa.Table]) -> pa.Table:
         answer = answers.get(VARIABLE)

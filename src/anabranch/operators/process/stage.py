@@ -14,6 +14,7 @@ from pyspark.sql.types import DoubleType, FloatType, StructField
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine.placement import place
 from anabranch.engine.stages import EpochContext
+from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.keys import key_name
 from anabranch.operators.process.frames import run_frames
@@ -44,10 +45,14 @@ class ProcessStage:
         ]
         return rows.select(*keys, "*")
 
+    def variant(self, context: EpochContext) -> str:
+        del context
+        return "process"
+
     def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
+        del context
         names = [key_name(i) for i in range(len(self.key_fields))]
         task = _ProcessTask(self.program, self.pandas)
-        del context  # timers need it; the supported time mode "none" shows no times to a processor
         return run_in_tasks(place(rows, names, access), access, task, self.program.output)
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
@@ -63,7 +68,10 @@ class _ProcessTask:
     program: Program
     pandas: bool
 
-    def __call__(self, batches: Sequence[pa.RecordBatch], state: RoutedState) -> Iterable[pa.RecordBatch]:
+    def __call__(
+        self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
+    ) -> Iterable[pa.RecordBatch]:
+        del epoch  # timers need it; the supported time mode "none" shows no times to a processor
         run = run_frames if self.pandas else run_rows
         return run(batches, self.program, state, TimerValues())
 

@@ -1,0 +1,50 @@
+"""What a task has to know about the epoch that it runs in.
+
+It travels as a local property of Spark's, beside the task and not inside its function: so the function, and with it
+Spark's plan, is the same in every epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pyspark import TaskContext
+from pyspark.sql import SparkSession
+
+from anabranch.core.errors import EpochError
+
+_PROPERTY = "anabranch.epoch"
+
+
+@dataclass(frozen=True)
+class TaskEpoch:
+    """The facts of one run of an epoch."""
+
+    epoch: int
+    run: int
+    processing_time_ms: int
+    #: The event time up to which input is complete; None without a watermark.
+    watermark_ms: int | None = None
+    #: By stage, the partitions that an earlier try of this run has sealed, and whose output nobody needs again.
+    done: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+    def announce(self, spark: SparkSession) -> None:
+        """To all tasks that this thread lets Spark start from now on."""
+        document = dataclasses.asdict(self) | {"done": [[s, sorted(p)] for s, p in self.done.items()]}
+        spark.sparkContext.setLocalProperty(_PROPERTY, json.dumps(document))
+
+    @staticmethod
+    def of(context: TaskContext | None) -> TaskEpoch:
+        """As it was announced to a task."""
+        text = context.getLocalProperty(_PROPERTY) if context is not None else None
+        if not text:
+            raise EpochError(
+                "A stateful stage ran outside its epoch. Its rows can be used in the function of foreachBatch, in the "
+                "thread that it is called in, and until it returns: write them there, or collect them."
+            )
+        document = json.loads(text)
+        done = {int(stage): frozenset(partitions) for stage, partitions in document.pop("done")}
+        return TaskEpoch(**document, done=done)

@@ -1,0 +1,79 @@
+"""Plans that are analysed once and run in every epoch, each time on that epoch's rows.
+
+Spark needs several milliseconds for each DataFrame method, to analyse the plan so far. An epoch's plan is that of the
+epoch before, but for its leaf: so all that is above the leaf is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from anabranch.wire.routed import StageAccess
+
+
+@dataclass(frozen=True)
+class Template:
+    """The analysed plan of a DataFrame on top of a leaf."""
+
+    #: Spark's attributes of the leaf, which the plan refers to by their ids.
+    attributes: Any
+    #: From the node above the leaf to the plan's root.
+    nodes: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, rows: DataFrame, result: DataFrame) -> Template | None:
+        """None if the result is not a chain of operations on the rows alone."""
+        leaf = _plan(rows)
+        nodes = []
+        node = _plan(result)
+        while not node.equals(leaf):
+            children = node.children()
+            if children.size() != 1:
+                return None
+            nodes.append(node)
+            node = children.head()
+        return cls(leaf.output(), tuple(reversed(nodes)))
+
+    def on(self, rows: DataFrame) -> DataFrame | None:
+        """The same on other rows; None if Spark gave their attributes other ids."""
+        plan = _plan(rows)
+        if not plan.output().equals(self.attributes):
+            return None
+        spark = rows.sparkSession
+        jvm: Any = spark._jvm
+        as_children = jvm.org.apache.spark.api.python.PythonUtils.toSeq
+        for node in self.nodes:
+            plan = node.withNewChildren(as_children([plan]))
+        return DataFrame(jvm.org.apache.spark.sql.classic.Dataset.ofRows(spark._jsparkSession, plan), spark)
+
+
+class Templates:
+    """The templates of a query, by the variants of its stages, for as long as tasks reach the state in the same way."""
+
+    def __init__(self) -> None:
+        self._accesses: Mapping[int, StageAccess] = {}
+        self._templates: dict[tuple[str, ...], Template] = {}
+
+    def apply(
+        self, accesses: Mapping[int, StageAccess], variants: tuple[str, ...], rows: DataFrame
+    ) -> DataFrame | None:
+        """The result for these rows, if there is a template for it."""
+        if accesses is not self._accesses:
+            self._accesses = accesses
+            self._templates.clear()
+        template = self._templates.get(variants)
+        return template.on(rows) if template is not None else None
+
+    def remember(self, variants: tuple[str, ...], rows: DataFrame, result: DataFrame) -> None:
+        """Keep the plan of a result, for the accesses that were last asked for."""
+        template = Template.of(rows, result)
+        if template is not None:
+            self._templates[variants] = template
+
+
+def _plan(rows: DataFrame) -> Any:
+    return rows._jdf.queryExecution().analyzed()
