@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from anabranch.cli_checkpoint import checkpoint_app, savepoint
 from anabranch.core.errors import AnabranchError
 from anabranch.core.settings import STORES
 from anabranch.demo.command import demo
@@ -61,6 +62,8 @@ def worker(
 
 app.command()(workgen)
 app.command()(demo)
+app.command()(savepoint)
+app.add_typer(checkpoint_app)
 
 
 def main() -> None:

@@ -76,7 +76,8 @@ class StreamQuery:
 
     @property
     def status(self) -> dict[str, Any]:
-        return self._query.status
+        """Spark's status, with an ``anabranch`` part: the workers, and what was done about lost ones."""
+        return {**self._query.status, "anabranch": dict(self._coordinator.status())}
 
     @property
     def recentProgress(self) -> list[dict[str, Any]]:
@@ -147,6 +148,14 @@ class StreamQuery:
         _, rows = self._coordinator.scan(found.spec, name)
         spark = self._session()
         return found.present(name, spark.createDataFrame(rows))
+
+    def savepoint(self, path: str) -> int:
+        """Save the job in a place of its own, a path or URL, and return the epoch that it was saved as of.
+
+        The query goes on meanwhile. New jobs start from it with ``.option("anabranch.savepoint", path)``.
+        """
+        self._need_workers()
+        return int(self._coordinator.savepoint(path).epoch)
 
     def _session(self) -> SparkSession:
         return self._pipeline.source.sparkSession

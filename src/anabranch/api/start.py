@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
@@ -13,9 +15,11 @@ from anabranch.api.locations import qualified
 from anabranch.api.query import StreamQuery
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.launcher import EmbeddedWorkers
-from anabranch.control.members import Membership, connect, discover
+from anabranch.control.members import Member, Membership, connect, discover
 from anabranch.control.resume import claim, resume
+from anabranch.control.savepoints import seed
 from anabranch.core.errors import CheckpointError, EpochError
+from anabranch.core.ids import WorkerId
 from anabranch.core.settings import Settings
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.sinks import Sink
@@ -39,46 +43,22 @@ def start_query(
     spark = sample.sparkSession
     location = qualified(spark, checkpoint, what="The checkpoint", error=CheckpointError)
     _check_one_query_per_checkpoint(spark, location)
-    default_parallelism = settings.parallelism or max(spark.sparkContext.defaultParallelism, 1)
-    specs = [stage.spec for stage in pipeline.stateful_stages]
-    claimed = claim(location, specs, settings.key_groups)
-    workers = EmbeddedWorkers(
-        store=settings.store,
-        state_path=settings.state_path,
-        token=settings.token,
-        start_timeout_s=settings.start_timeout_s,
-    )
-    members: Membership | None = None
-    try:
-        members = _find_workers(settings, workers)
-        coordinator = Coordinator(
-            resume(claimed, members),
-            members,
-            settings,
-            {s.spec.number: s.parallelism or default_parallelism for s in pipeline.stateful_stages},
-        )
+    parallelism = settings.parallelism or max(spark.sparkContext.defaultParallelism, 1)
+    with contextlib.ExitStack() as undo:
+        coordinator = _start_coordinator(pipeline, settings, location, parallelism, undo)
         stream = SparkStream(has_watermark=pipeline.has_watermark)
+        coordinator.cluster.on_loss = lambda _: stream.cancel_jobs()
         loop = EpochLoop(
             pipeline.segments,
             coordinator,
             sink,
             complete=mode == "complete",
-            shuffle_partitions=default_parallelism,
+            shuffle_partitions=parallelism,
             stream=stream,
         )
         query = _start_spark(pipeline, loop, location, trigger, name)
         stream.attach(query)
-    except BaseException:
-        if members is not None:
-            members.close()
-        workers.stop()
-        raise
-
-    def release() -> None:
-        coordinator.close()
-        members.close()
-        workers.stop()
-
+        release = undo.pop_all().close
     return StreamQuery(
         query,
         pipeline,
@@ -86,9 +66,57 @@ def start_query(
         coordinator,
         settings=settings,
         sink=description,
-        default_parallelism=default_parallelism,
+        default_parallelism=parallelism,
         release=release,
     )
+
+
+def _start_coordinator(
+    pipeline: Pipeline, settings: Settings, location: str, parallelism: int, undo: contextlib.ExitStack
+) -> Coordinator:
+    """Claim the checkpoint, start or find the workers, and open the job on them; `undo` takes all of it down."""
+    if settings.savepoint:
+        seed(location, settings.state_location, settings.savepoint)
+    specs = [stage.spec for stage in pipeline.stateful_stages]
+    claimed = claim(location, specs, settings.key_groups, state_location=settings.state_location)
+    workers = EmbeddedWorkers(
+        store=settings.store,
+        state_path=settings.state_path,
+        token=settings.token,
+        start_timeout_s=settings.start_timeout_s,
+    )
+    undo.callback(workers.stop)
+    members = _find_workers(settings, workers)
+    undo.callback(members.close)
+    coordinator = Coordinator(
+        resume(claimed, members),
+        members,
+        settings,
+        {stage.spec.number: stage.parallelism or parallelism for stage in pipeline.stateful_stages},
+        _Supply(settings, workers),
+    )
+    undo.callback(coordinator.close)
+    return coordinator
+
+
+@dataclass(frozen=True)
+class _Supply:
+    """New workers for a running query: on this machine, unless the user has named the workers to use."""
+
+    settings: Settings
+    workers: EmbeddedWorkers
+
+    def start(self) -> Member | None:
+        if self.settings.worker_addresses:
+            return None
+        started = self.workers.start(1)
+        return connect(started, timeout_s=self.settings.request_timeout_s, token=self.settings.token).all[0]
+
+    def kill(self, worker: WorkerId) -> None:
+        self.workers.kill(worker)
+
+    def exited(self) -> frozenset[WorkerId]:
+        return self.workers.exited()
 
 
 def _find_workers(settings: Settings, workers: EmbeddedWorkers) -> Membership:

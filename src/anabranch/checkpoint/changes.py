@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from anabranch.checkpoint.ddl import type_in_words
 from anabranch.checkpoint.documents import checksum_of
+from anabranch.checkpoint.evolution import to_layout
 from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
@@ -41,13 +41,19 @@ def write_changes(storage: Storage, path: str, layout: Layout, key_groups: int, 
 
 
 def read_changes(storage: Storage, file: ChangeFile, layout: Layout, groups: Collection[int] | None) -> pa.Table:
-    """The changes of these key groups (None: of all), with the columns of ``layout.changes``, by key group."""
+    """The changes of these key groups (None: of all), with the columns of ``layout.changes``, by key group.
+
+    The file may be older than the layout: see evolution.
+    """
     try:
         with storage.open(file.path) as source:
             content = source.read_buffer()
         if checksum_of(content) != file.checksum:
             raise _damaged(storage, file, "its checksum is not the one in the manifest")
-        return _decode(content, layout, groups)
+        changes = _decode(content, groups)
+        # Everything but the values tells what a change is about, and is never another.
+        about = len(layout.changes) - len(layout.value)
+        return to_layout(changes, layout.changes, storage.full_path(file.path), fixed_columns=about)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(storage, file, str(error)) from error
 
@@ -78,15 +84,17 @@ def _encode(storage: Storage, path: str, layout: Layout, table: pa.Table) -> pa.
     return sink.getvalue()
 
 
-def _decode(content: pa.Buffer, layout: Layout, groups: Collection[int] | None) -> pa.Table:
+def _decode(content: pa.Buffer, groups: Collection[int] | None) -> pa.Table:
+    """The columns as they were written, without the key group, which is the first one."""
     file = pq.ParquetFile(pa.BufferReader(content))
     if groups is None:
-        return _as_changes(file.read(), layout)
+        return file.read().remove_column(0)
     wanted = np.zeros(MAX_KEY_GROUPS, dtype=np.bool_)
     wanted[np.fromiter(groups, np.int64, len(groups))] = True
     table = file.read_row_groups(_row_groups_with(file, wanted))
     keep = wanted[table.column(0).to_numpy()]
-    return _as_changes(table if keep.all() else table.filter(pa.array(keep)), layout)
+    changes = table.remove_column(0)
+    return changes if keep.all() else changes.filter(pa.array(keep))
 
 
 def _row_groups_with(file: pq.ParquetFile, wanted: npt.NDArray[np.bool_]) -> list[int]:
@@ -96,42 +104,6 @@ def _row_groups_with(file: pq.ParquetFile, wanted: npt.NDArray[np.bool_]) -> lis
         for index in range(file.num_row_groups)
         if (of := file.metadata.row_group(index).column(0).statistics) is None or wanted[of.min : of.max + 1].any()
     ]
-
-
-def _as_changes(table: pa.Table, layout: Layout) -> pa.Table:
-    """The columns without the key group, in the types that the query has now.
-
-    Those may differ from the written ones, but only in what may be null and in the time zone of timestamps.
-    """
-    if table.schema.names != layout.files.names:
-        raise pa.ArrowInvalid(f"it has the columns {table.schema.names} instead of {layout.files.names}")
-    columns = [
-        column if column.type == field.type else _retyped(column, field)
-        for column, field in zip(table.columns[1:], layout.changes, strict=True)
-    ]
-    return pa.table(columns, schema=layout.changes)
-
-
-def _retyped(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
-    before, now = type_in_words(column.type), type_in_words(field.type)
-    if before != now:
-        raise pa.ArrowInvalid(f"its column {field.name} is of type {before} instead of {now}")
-    return pa.chunked_array([pa.array(_Retyped(chunk, field.type)) for chunk in column.chunks], field.type)
-
-
-class _Retyped:
-    """The same memory under another type, in the words of Arrow's C interface.
-
-    A cast would do, but for fields inside a struct that now may not be null: it takes those of a null struct amiss.
-    """
-
-    def __init__(self, array: pa.Array, data_type: pa.DataType) -> None:
-        self._array = array
-        self._type = data_type
-
-    def __arrow_c_array__(self, requested_schema: object = None) -> tuple[object, object]:
-        del requested_schema  # a wish, and it is the one that comes true
-        return self._type.__arrow_c_schema__(), self._array.__arrow_c_array__()[1]
 
 
 def _damaged(storage: Storage, file: ChangeFile, reason: str) -> CheckpointError:

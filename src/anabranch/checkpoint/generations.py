@@ -37,6 +37,11 @@ def claim_generation(storage: Storage, info: Mapping[str, Any]) -> Generation:
     )
 
 
+def claim_exactly(storage: Storage, generation: Generation, info: Mapping[str, Any]) -> None:
+    """Counts a generation as claimed, so that the next driver claims a later one."""
+    storage.create(paths.generation_file(generation), documents.encode({"generation": generation, "info": dict(info)}))
+
+
 def generation_info(storage: Storage, generation: Generation) -> dict[str, Any]:
     """What the driver that claimed a generation said about itself."""
     path = paths.generation_file(generation)

@@ -6,7 +6,7 @@ older one's was never committed by Spark, or both hold the effect of the same in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -83,18 +83,48 @@ def write_manifest(storage: Storage, manifest: Manifest) -> None:
 
 def manifest_epochs(storage: Storage) -> list[Epoch]:
     """The epochs that have a manifest, in order."""
-    return sorted(_newest_writers(storage))
+    return sorted(newest_writers(storage))
+
+
+def newest_writers(storage: Storage) -> dict[Epoch, Generation]:
+    """For each epoch that has a manifest, the newest generation that wrote it. Goes by the names alone."""
+    return dict(sorted(_entries(storage)))
 
 
 def read_manifest(storage: Storage, epoch: Epoch) -> Manifest:
     """The manifest of an epoch, as its newest writer left it."""
-    return _read(storage, epoch, _newest_writers(storage))
+    return read_manifest_by(storage, epoch, newest_writers(storage).get(epoch))
+
+
+def read_manifest_by(storage: Storage, epoch: Epoch, generation: Generation | None) -> Manifest:
+    """The manifest of an epoch, as this generation left it; None stands for one that nobody wrote."""
+    if generation is None:
+        raise CheckpointError(
+            f"The manifest of epoch {epoch} is missing in {storage.full_path(paths.MANIFESTS)}. Restore it from a copy "
+            f"of the checkpoint, or use a new checkpoint."
+        )
+    path = paths.manifest_file(epoch, generation)
+    content = documents.decode(storage, path, storage.read(path))
+    try:
+        manifest = Manifest.from_json(content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise documents.unexpected(storage, path, repr(error)) from error
+    if (manifest.epoch, manifest.generation) != (epoch, generation):
+        found = f"it is of epoch {manifest.epoch}, generation {manifest.generation}"
+        raise documents.unexpected(storage, path, found)
+    return manifest
 
 
 def chain(storage: Storage, up_to: Epoch) -> list[Manifest]:
     """The manifests of all epochs from 0 to ``up_to``, in order: applied one after the other, they give its state."""
-    writers = _newest_writers(storage)
-    manifests = [_read(storage, Epoch(epoch), writers) for epoch in range(up_to + 1)]
+    writers = newest_writers(storage)
+    manifests = [read_manifest_by(storage, Epoch(epoch), writers.get(Epoch(epoch))) for epoch in range(up_to + 1)]
+    check_succession(storage, manifests)
+    return manifests
+
+
+def check_succession(storage: Storage, manifests: Sequence[Manifest]) -> None:
+    """Raises CheckpointError unless these manifests, of epochs in order, can follow each other."""
     for manifest in manifests:
         if manifest.base is not None:
             path = paths.manifest_file(manifest.epoch, manifest.generation)
@@ -109,14 +139,18 @@ def chain(storage: Storage, up_to: Epoch) -> list[Manifest]:
                 f"generation {earlier.generation}, epoch {later.epoch} by the older {later.generation}. Restore the "
                 f"checkpoint from a copy, or use a new one, and run one query per checkpoint."
             )
-    return manifests
 
 
 def remove_after(storage: Storage, epoch: Epoch) -> list[Epoch]:
     """Removes the manifests of all later epochs, the newest first, and says which: they were rolled back.
 
-    Their change files stay; they are named by generation, and nothing refers to them any more.
+    Their snapshots, should there be any, go before them. Change files stay; they are named by generation, and nothing
+    refers to them any more.
     """
+    for name in reversed(storage.list_names(paths.SNAPSHOTS)):
+        snapshot = paths.snapshot_epoch_of(name)
+        if snapshot is not None and snapshot > epoch:
+            storage.delete(paths.snapshot_document(snapshot))
     removed = sorted((entry for entry in _entries(storage) if entry[0] > epoch), reverse=True)
     for later, generation in removed:
         storage.delete(paths.manifest_file(later, generation))
@@ -126,26 +160,3 @@ def remove_after(storage: Storage, epoch: Epoch) -> list[Epoch]:
 def _entries(storage: Storage) -> list[tuple[Epoch, Generation]]:
     entries = (paths.manifest_of(name) for name in storage.list_names(paths.MANIFESTS))
     return [entry for entry in entries if entry is not None]
-
-
-def _newest_writers(storage: Storage) -> dict[Epoch, Generation]:
-    """For each epoch the newest generation that wrote its manifest."""
-    return dict(sorted(_entries(storage)))
-
-
-def _read(storage: Storage, epoch: Epoch, writers: Mapping[Epoch, Generation]) -> Manifest:
-    if epoch not in writers:
-        raise CheckpointError(
-            f"The manifest of epoch {epoch} is missing in {storage.full_path(paths.MANIFESTS)}. Restore it from a copy "
-            f"of the checkpoint, or use a new checkpoint."
-        )
-    path = paths.manifest_file(epoch, writers[epoch])
-    content = documents.decode(storage, path, storage.read(path))
-    try:
-        manifest = Manifest.from_json(content)
-    except (KeyError, TypeError, ValueError) as error:
-        raise documents.unexpected(storage, path, repr(error)) from error
-    if (manifest.epoch, manifest.generation) != (epoch, writers[epoch]):
-        found = f"it is of epoch {manifest.epoch}, generation {manifest.generation}"
-        raise documents.unexpected(storage, path, found)
-    return manifest

@@ -7,7 +7,9 @@
     generations/00000003.json                    which driver claimed which generation
     routes/00000007.json                         which worker owned which key group
     manifests/000000000012.g00000003.json        what epoch 12 is made of, as generation 3 wrote it
-    changes/stage2/count/epoch=000000000012/g00000003-<worker>.parquet
+    changes/stage2/count/epoch=000000000012/g00000003-r<run>-<worker>.parquet
+    snapshots/000000000012.json                  the whole state as of epoch 12: the list of its files
+    snapshots/stage2/count/epoch=000000000012/<unique>.parquet
 """
 
 from __future__ import annotations
@@ -22,16 +24,26 @@ from anabranch.core.requests import Run
 
 SPARK_COMMITS = "commits"
 SPARK_OFFSETS = "offsets"
+SPARK_METADATA = "metadata"
+#: What Spark's sources remember, such as the files that they have read.
+SPARK_SOURCES = "sources"
 
+#: In a savepoint: written last.
+SAVEPOINT = "savepoint.json"
+
+#: Everything of Anabranch; what else is in the checkpoint is Spark's.
+ROOT = "anabranch"
 JOB = "anabranch/job.json"
 GENERATIONS = "anabranch/generations"
 ROUTES = "anabranch/routes"
 MANIFESTS = "anabranch/manifests"
 CHANGES = "anabranch/changes"
+SNAPSHOTS = "anabranch/snapshots"
 
 _NUMBER = re.compile(r"(\d+)")
 _NUMBERED_FILE = re.compile(r"(\d{8})\.json")
 _MANIFEST_FILE = re.compile(r"(\d{12})\.g(\d{8})\.json")
+_SNAPSHOT_DOCUMENT = re.compile(r"(\d{12})\.json")
 
 #: File systems allow 255 bytes for a name; what is left over is for suffixes and the names of temporary files.
 _LONGEST_NAME = 120
@@ -63,6 +75,17 @@ def change_file(
     return f"{folder}/epoch={epoch:012d}/g{generation:08d}-r{run}-{safe_name(worker)}.parquet"
 
 
+def snapshot_document(epoch: Epoch) -> str:
+    """What lists the files of a snapshot; without it, they are none."""
+    return f"{SNAPSHOTS}/{epoch:012d}.json"
+
+
+def snapshot_file(stage_name: str, variable: str, *, epoch: Epoch, unique: str) -> str:
+    """Rows of one state variable; ``unique`` keeps apart what was written for the same epoch more than once."""
+    folder = f"{SNAPSHOTS}/{safe_name(stage_name)}/{safe_name(variable)}"
+    return f"{folder}/epoch={epoch:012d}/{safe_name(unique)}.parquet"
+
+
 def generation_of(name: str) -> Generation | None:
     """The generation that a file name of ``generations/`` stands for; None: the file is something else."""
     match = _NUMBERED_FILE.fullmatch(name)
@@ -77,6 +100,11 @@ def route_version_of(name: str) -> RouteVersion | None:
 def manifest_of(name: str) -> tuple[Epoch, Generation] | None:
     match = _MANIFEST_FILE.fullmatch(name)
     return (Epoch(int(match[1])), Generation(int(match[2]))) if match else None
+
+
+def snapshot_epoch_of(name: str) -> Epoch | None:
+    match = _SNAPSHOT_DOCUMENT.fullmatch(name)
+    return Epoch(int(match[1])) if match else None
 
 
 def spark_batch_of(name: str) -> Epoch | None:

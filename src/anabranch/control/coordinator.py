@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -12,23 +12,31 @@ import numpy as np
 import pyarrow as pa
 
 from anabranch.checkpoint.manifests import ChangeFile, Manifest, write_manifest
+from anabranch.checkpoint.savepoints import Savepoint
+from anabranch.control.cluster import Cluster, Repair, WorkerSupply, status_of
 from anabranch.control.members import Member, Membership
-from anabranch.control.resume import Resumed
+from anabranch.control.resume import Committed, Resumed
+from anabranch.control.savepoints import take_savepoint
+from anabranch.control.upkeep import Upkeep
 from anabranch.core import epoch_events as events
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, CheckpointError, EpochError, FencedError, LostWorkerError
 from anabranch.core.ids import Attempt, Epoch, Partition, StageNumber
-from anabranch.core.requests import Refusal, StageAttempt, StagePartition
-from anabranch.core.routes import assign_partitions, owners_of_partitions
+from anabranch.core.requests import Refusal, RunId, StageAttempt, StagePartition
+from anabranch.core.routes import Route, assign_partitions, owners_of_partitions
 from anabranch.core.schemas import StageSpec
 from anabranch.core.settings import Settings
 from anabranch.wire import messages
-from anabranch.wire.routed import Routing, StageAccess, encode_routing
+from anabranch.wire.routed import StageAccess, encode_routing
 
 logger = logging.getLogger(__name__)
 
 #: How often a look at the state starts over because epochs went by faster than it could read.
 _SCAN_ATTEMPTS = 10
+#: Requests to workers that are under way at the same time.
+_CALLS_AT_ONCE = 32
+#: How often a call that takes long is checked on.
+_LOOK_INTERVAL_S = 0.2
 
 
 class Coordinator:
@@ -40,25 +48,30 @@ class Coordinator:
         members: Membership,
         settings: Settings,
         parallelism: Mapping[StageNumber, int],
+        supply: WorkerSupply,
     ) -> None:
-        self._resumed = resumed
-        self._members = members
+        self._claimed = resumed.claimed
         self._settings = settings
         #: Partitions of each stateful stage; may change between epochs.
         self.parallelism = dict(parallelism)
-        self._machine = EpochMachine(resumed.committed_epoch)
-        self._pool = ThreadPoolExecutor(max_workers=max(2, len(members)), thread_name_prefix="anabranch")
-        self._routing = self._make_routing()
+        self.cluster = Cluster(resumed, members, settings, supply)
+        self._upkeep = Upkeep(resumed.claimed, settings, resumed.files, self.cluster.files_in_use)
+        self._machine = EpochMachine(resumed.committed.epoch)
+        self._committed_by = resumed.committed.by
+        self._pool = ThreadPoolExecutor(max_workers=_CALLS_AT_ONCE, thread_name_prefix="anabranch")
         self._accesses = self._make_accesses()
         self._changed: dict[str, int] = {}
+        #: What was done about lost workers; those of the epoch that runs are reported with it.
+        self.repairs: list[Repair] = []
+        self._reported_repairs = 0
 
     @property
-    def route(self) -> Any:
-        return self._resumed.route
+    def route(self) -> Route:
+        return self.cluster.route
 
     @property
     def members(self) -> Sequence[Member]:
-        return self._members.all
+        return self.cluster.members.all
 
     @property
     def committed_epoch(self) -> int:
@@ -67,6 +80,9 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------- the epoch
 
     def begin(self, epoch: int) -> int:
+        # That Spark runs this epoch proves that it has committed the one before: from here on workers may change.
+        if self.cluster.needs_change:
+            self._repair(epoch)
         owners = {
             StagePartition(StageNumber(number), Partition(partition)): frozenset(workers)
             for number, access in self._accesses.items()
@@ -89,13 +105,38 @@ class Coordinator:
 
     def commit(self, epoch: int) -> Mapping[str, Any]:
         self._drive(events.SinkWritten(self._machine.run))
-        return {"epoch": epoch, "routeVersion": self.route.version, "workers": len(self.members), **self._changed}
+        self._upkeep.after_epoch(Epoch(epoch - 1), self._changed["changedRows"])
+        repairs = self.repairs[self._reported_repairs :]
+        self._reported_repairs = len(self.repairs)
+        return {
+            "epoch": epoch,
+            "run": int(self._machine.run),
+            "routeVersion": self.route.version,
+            "workers": len(self.members),
+            "repairs": [repair.to_json() for repair in repairs],
+            **self._changed,
+        }
 
     def abort(self, epoch: int) -> None:
         try:
             self._drive(events.SinkFailed(self._machine.run, f"epoch {epoch} failed"))
         except AnabranchError as error:
             logger.info("epoch %d aborted: %s", epoch, error)
+
+    def recover(self, epoch: int) -> bool:
+        """After a failed run: bring lost workers' key groups to others. False if no worker is to blame."""
+        if self._machine.fenced or not self.cluster.look_for_losses():
+            return False
+        self._repair(epoch)
+        return True
+
+    def _repair(self, epoch: int) -> None:
+        committed = Committed(self._machine.committed, self._committed_by)
+        self.repairs.append(self.cluster.repair(Epoch(epoch), committed))
+        self._accesses = self._make_accesses()
+
+    def status(self) -> Mapping[str, Any]:
+        return {**status_of(self.cluster, self.repairs), "lastSnapshot": self._upkeep.last_snapshot}
 
     # ------------------------------------------------------------------------------------------- the state
 
@@ -110,6 +151,11 @@ class Coordinator:
                 continue
             return epoch, pa.Table.from_batches(batches, schema=spec.layouts[variable].rows)
         raise EpochError("The state could not be read: epochs pass faster than it can be sent. Try again.")
+
+    def savepoint(self, target: str) -> Savepoint:
+        """Save the job as of the last epoch that Spark committed, in a place of its own. Epochs go on meanwhile."""
+        with self._upkeep.paused():
+            return take_savepoint(self._claimed, target)
 
     def describe(self) -> list[dict[str, Any]]:
         """What each worker holds."""
@@ -134,6 +180,8 @@ class Coordinator:
                 self._call(member, messages.CloseJob(**self._job()))
             except AnabranchError as error:
                 logger.debug("worker %s could not be told that the job ends: %s", member.worker, error)
+        self._upkeep.close()
+        self.cluster.close()
         self._pool.shutdown(wait=False)
 
     # ------------------------------------------------------------------------------------ the epoch machine
@@ -149,10 +197,23 @@ class Coordinator:
                     self._abort_on([i for i in instructions if isinstance(i, events.AbortOn)])
                     fenced = instruction.reason is events.Failure.FENCED
                     raise (FencedError if fenced else EpochError)(instruction.message)
-            followed = [result for result in self._pool.map(self._carry_out, instructions) if result is not None]
+            under_way = [(i, self._pool.submit(self._carry_out, i)) for i in instructions]
+            answers = [self._outcome(i, call) for i, call in under_way]
+            followed = [answer for answer in answers if answer is not None]
             leftover += [i for i in instructions if isinstance(i, events.RunMissing)]
             queue += followed
         return leftover
+
+    def _outcome(self, instruction: events.Instruction, call: Future[events.Event | None]) -> events.Event | None:
+        """Wait for what was carried out, but not for a worker that has been found lost meanwhile."""
+        while True:
+            try:
+                return call.result(timeout=_LOOK_INTERVAL_S)
+            except TimeoutError:
+                worker = getattr(instruction, "worker", None)
+                if worker is not None and self.cluster.is_lost(worker):
+                    message = f"The state worker {worker} fell silent."
+                    return events.WorkerRefused(instruction.run, worker, Refusal.NOT_OPEN, message)
 
     def _carry_out(self, instruction: events.Instruction) -> events.Event | None:
         match instruction:
@@ -163,6 +224,7 @@ class Coordinator:
                     return self._ask(instruction)
                 except LostWorkerError as error:
                     logger.warning("worker %s is lost: %s", instruction.worker, error)
+                    self.cluster.note_lost(instruction.worker)
                     return events.WorkerRefused(instruction.run, instruction.worker, Refusal.NOT_OPEN, str(error))
                 except FencedError as error:
                     return events.WorkerRefused(instruction.run, instruction.worker, Refusal.FENCED, str(error))
@@ -173,11 +235,11 @@ class Coordinator:
     def _ask(
         self, instruction: events.BeginOn | events.CollectSeals | events.PrepareOn | events.CommitOn
     ) -> events.Event:
-        member, run = self._members.get(instruction.worker), instruction.run
+        member, run = self.cluster.members.get(instruction.worker), instruction.run
         numbers: dict[str, Any] = {**self._job(), "epoch": instruction.epoch, "run": run}
         match instruction:
             case events.BeginOn():
-                self._call(member, messages.Begin(**numbers, routing=encode_routing(self._routing)))
+                self._call(member, messages.Begin(**numbers, routing=encode_routing(self.cluster.routing)))
                 return events.WorkerBegan(run, member.worker)
             case events.CollectSeals():
                 answer = self._call(member, messages.Seals(**numbers))
@@ -193,7 +255,7 @@ class Coordinator:
     def _write_manifest(self, instruction: events.WriteManifest) -> events.Event:
         manifest = Manifest(
             epoch=instruction.epoch,
-            generation=self._resumed.generation,
+            generation=self._claimed.generation,
             run=instruction.run,
             route_version=self.route.version,
             files=instruction.files,
@@ -203,18 +265,22 @@ class Coordinator:
             "changedBytes": sum(file.bytes for file in instruction.files),
         }
         try:
-            write_manifest(self._resumed.storage, manifest)
+            write_manifest(self._claimed.storage, manifest)
         except FencedError as error:
             return events.ManifestFailed(instruction.run, str(error), fenced=True)
         except CheckpointError as error:
             return events.ManifestFailed(instruction.run, str(error))
+        self._committed_by = RunId(self._claimed.generation, instruction.run)
         return events.ManifestWritten(instruction.run)
 
     def _abort_on(self, aborts: Sequence[events.AbortOn]) -> None:
         for abort in aborts:
+            if self.cluster.is_lost(abort.worker):
+                continue
             try:
                 self._call(
-                    self._members.get(abort.worker), messages.Abort(**self._job(), epoch=abort.epoch, run=abort.run)
+                    self.cluster.members.get(abort.worker),
+                    messages.Abort(**self._job(), epoch=abort.epoch, run=abort.run),
                 )
             except AnabranchError as error:
                 logger.debug("worker %s could not be told to abort: %s", abort.worker, error)
@@ -222,15 +288,15 @@ class Coordinator:
     # ----------------------------------------------------------------------------------------------- pieces
 
     def _make_accesses(self) -> Mapping[int, StageAccess]:
-        return {spec.number: self._access(spec) for spec in self._resumed.job.stages}
+        return {spec.number: self._access(spec) for spec in self._claimed.job.stages}
 
     def _access(self, spec: StageSpec) -> StageAccess:
         return StageAccess(
-            job=self._resumed.job.job_id,
-            generation=self._resumed.generation,
-            key_groups=self._resumed.job.key_groups,
+            job=self._claimed.job.job_id,
+            generation=self._claimed.generation,
+            key_groups=self._claimed.job.key_groups,
             stage=spec,
-            routing=self._routing,
+            routing=self.cluster.routing,
             parallelism=self._partitions_of(spec),
             partitions=np.array(assign_partitions(self.route, self._partitions_of(spec)), dtype=np.int32),
             cache_route=self._settings.routing_cache,
@@ -239,15 +305,7 @@ class Coordinator:
         )
 
     def _partitions_of(self, spec: StageSpec) -> int:
-        return min(self.parallelism[spec.number], self._resumed.job.key_groups)
-
-    def _make_routing(self) -> Routing:
-        position = {member.worker: number for number, member in enumerate(self.members)}
-        return Routing(
-            workers=tuple(member.worker for member in self.members),
-            addresses=tuple(member.address for member in self.members),
-            owners=np.array([position[owner] for owner in self.route.owners], dtype=np.int16),
-        )
+        return min(self.parallelism[spec.number], self._claimed.job.key_groups)
 
     def _scan_on(self, spec: StageSpec, variable: str, epoch: int, member: Member) -> list[pa.RecordBatch]:
         request = messages.Scan(**self._job(), epoch=epoch, stage=spec.number, variable=variable)
@@ -262,7 +320,7 @@ class Coordinator:
         return list(self._pool.map(call, self.members))
 
     def _job(self) -> dict[str, Any]:
-        return {"job": self._resumed.job.job_id, "generation": self._resumed.generation}
+        return {"job": self._claimed.job.job_id, "generation": self._claimed.generation}
 
 
 def _attempt(numbers: Sequence[int]) -> StageAttempt:

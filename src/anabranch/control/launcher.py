@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,55 +40,77 @@ class EmbeddedWorkers:
         self._state_path = state_path
         self._token = token
         self._start_timeout_s = start_timeout_s
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._logs: list[IO[bytes]] = []
+        self._lock = threading.Lock()
+        self._processes: dict[WorkerId, subprocess.Popen[bytes]] = {}
+        self._logs: dict[WorkerId, IO[bytes]] = {}
+        self._started = 0
+        self._stopped = False
 
     def start(self, count: int) -> list[WorkerAddress]:
-        """Start workers side by side and wait until all are ready."""
-        launched = [self._launch(WorkerId(f"worker-{number}")) for number in range(1, count + 1)]
+        """Start workers side by side and wait until all are ready; all of them, or none."""
+        launched: list[WorkerId] = []
         try:
+            launched.extend(self._launch() for _ in range(count))
             with ThreadPoolExecutor(max_workers=count) as pool:
-                return list(pool.map(lambda pair: self._wait_until_ready(*pair), launched))
+                return list(pool.map(self._wait_until_ready, launched))
         except WorkerError:
-            self.stop()
+            for worker in launched:
+                self.kill(worker)
             raise
 
+    def exited(self) -> frozenset[WorkerId]:
+        """The workers whose processes have ended by themselves."""
+        with self._lock:
+            return frozenset(worker for worker, process in self._processes.items() if process.poll() is not None)
+
+    def kill(self, worker: WorkerId) -> None:
+        """Make sure that a worker is gone. One that was started elsewhere is left alone."""
+        with self._lock:
+            process, log = self._processes.pop(worker, None), self._logs.pop(worker, None)
+        if process is not None and log is not None:
+            process.kill()
+            _bury(process, log)
+
     def stop(self) -> None:
-        """End all workers, gently first."""
-        for process in self._processes:
+        """End all workers, gently first. None is started any more."""
+        with self._lock:
+            self._stopped = True
+            processes, logs = self._processes, self._logs
+            self._processes, self._logs = {}, {}
+        for process in processes.values():
             if process.stdin is not None:
                 process.stdin.close()
-        for process in self._processes:
+        for worker, process in processes.items():
             try:
                 process.wait(timeout=_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 logger.warning("state worker %d does not stop; killing it", process.pid)
                 process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-        for log in self._logs:
-            log.close()
-        self._processes, self._logs = [], []
+            _bury(process, logs[worker])
 
-    def _launch(self, worker: WorkerId) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-        command = [sys.executable, "-m", "anabranch", "worker", "--id", worker, "--port", "0", "--store", self._store]
-        command += ["--exit-with-parent"]
-        if self._state_path:
-            command += ["--state-path", str(Path(self._state_path).absolute())]
-        log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
-        # The token goes through the environment: command lines can be read by every user of the machine.
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self._environment()
-        )
-        self._processes.append(process)
-        self._logs.append(log)
-        return process, log
+    def _launch(self) -> WorkerId:
+        with self._lock:
+            if self._stopped:
+                raise WorkerError("The query is being stopped, and starts no more workers. Start it again.")
+            self._started += 1
+            worker = WorkerId(f"worker-{self._started}")
+            command = [sys.executable, "-m", "anabranch", "worker", "--id", worker, "--port", "0"]
+            command += ["--store", self._store, "--exit-with-parent"]
+            if self._state_path:
+                command += ["--state-path", str(Path(self._state_path).absolute())]
+            log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
+            # The token goes through the environment: command lines can be read by every user of the machine.
+            self._processes[worker] = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self._environment()
+            )
+            self._logs[worker] = log
+        return worker
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "ANABRANCH_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
 
-    def _wait_until_ready(self, process: subprocess.Popen[bytes], log: IO[bytes]) -> WorkerAddress:
+    def _wait_until_ready(self, worker: WorkerId) -> WorkerAddress:
+        process, log = self._processes[worker], self._logs[worker]
         assert process.stdout is not None
         with ThreadPoolExecutor(max_workers=1) as reader:
             line = reader.submit(process.stdout.readline)
@@ -103,6 +126,13 @@ class EmbeddedWorkers:
             except (ValueError, KeyError):
                 process.wait()
                 raise WorkerError(f"A state worker failed to start. Its log ends: {_end_of(log)}") from None
+
+
+def _bury(process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    process.wait()
+    for stream in (process.stdin, process.stdout, log):
+        if stream is not None:
+            stream.close()
 
 
 def _end_of(log: IO[bytes]) -> str:

@@ -23,17 +23,29 @@ class Member:
 
 
 class Membership:
-    """All workers of a job."""
+    """All workers of a job. Its content changes between epochs only."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.all = tuple(members)
-        self._by_id = {member.worker: member for member in members}
 
     def __len__(self) -> int:
         return len(self.all)
 
+    @property
+    def workers(self) -> tuple[WorkerId, ...]:
+        return tuple(member.worker for member in self.all)
+
     def get(self, worker: WorkerId) -> Member:
-        return self._by_id[worker]
+        return next(member for member in self.all if member.worker == worker)
+
+    def add(self, member: Member) -> None:
+        self.all = (*self.all, member)
+
+    def remove(self, worker: WorkerId) -> None:
+        gone = [member for member in self.all if member.worker == worker]
+        self.all = tuple(member for member in self.all if member.worker != worker)
+        for member in gone:
+            member.client.close()
 
     def close(self) -> None:
         for member in self.all:

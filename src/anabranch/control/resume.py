@@ -1,4 +1,4 @@
-"""Starting a job from its checkpoint: claim it, find the last epoch that Spark committed, and restore its state."""
+"""Starting a job from its checkpoint: claim it, find the last epoch that Spark committed, and hand out its state."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from dataclasses import asdict, dataclass
 
 from anabranch.checkpoint.documents import FORMAT_VERSION
 from anabranch.checkpoint.generations import claim_generation
-from anabranch.checkpoint.job import JobDescription, create_or_check
-from anabranch.checkpoint.manifests import ChangeFile, chain, remove_after
+from anabranch.checkpoint.job import JobDescription, create_or_check, save_shape
+from anabranch.checkpoint.manifests import remove_after
 from anabranch.checkpoint.routes import newest_route, save_route
 from anabranch.checkpoint.sparklog import last_committed_epoch
+from anabranch.checkpoint.statefiles import StateFiles, state_files
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.members import Member, Membership
-from anabranch.core.ids import NO_EPOCH, Epoch, Generation, JobId
+from anabranch.core.ids import Epoch, Generation, JobId
+from anabranch.core.requests import RunId
 from anabranch.core.routes import Route, initial_route, next_route
 from anabranch.core.schemas import StageSpec
 from anabranch.wire import messages
 
 logger = logging.getLogger(__name__)
-
-#: Change files of one restore request; more of them go in several, so that none takes longer than its time limit.
-_FILES_PER_REQUEST = 64
 
 
 @dataclass(frozen=True)
@@ -34,80 +33,95 @@ class Claimed:
     """A checkpoint that this driver may use."""
 
     storage: Storage
+    #: Where Spark keeps its own offsets and commits; the same, unless the state has a place of its own.
+    spark: Storage
     job: JobDescription
     generation: Generation
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The newest epoch that is part of the state, and the run that it came from (None before the first epoch)."""
+
+    epoch: Epoch
+    by: RunId | None
 
 
 @dataclass(frozen=True)
 class Resumed:
     """A job that is ready for its next epoch."""
 
-    storage: Storage
-    job: JobDescription
-    generation: Generation
+    claimed: Claimed
     route: Route
-    committed_epoch: Epoch
+    committed: Committed
+    files: StateFiles
 
 
-def claim(location: str, stages: Sequence[StageSpec], key_groups: int) -> Claimed:
+def claim(location: str, stages: Sequence[StageSpec], key_groups: int, *, state_location: str = "") -> Claimed:
     """Check that the checkpoint is this job's, and fence every earlier driver."""
-    storage = Storage(location)
+    spark = Storage(location)
+    storage = Storage(state_location) if state_location else spark
     wanted = JobDescription(FORMAT_VERSION, JobId(uuid.uuid4().hex), key_groups, tuple(stages))
-    job = create_or_check(storage, wanted)
+    job = create_or_check(storage, wanted, spark)
     generation = claim_generation(storage, {"host": socket.gethostname(), "pid": os.getpid()})
-    return Claimed(storage, job, generation)
+    save_shape(storage, job, generation, spark)
+    return Claimed(storage, spark, job, generation)
 
 
 def resume(claimed: Claimed, members: Membership) -> Resumed:
-    """Open the job on all workers and restore the state of the last epoch that Spark committed."""
+    """Open the job on all workers at the last epoch that Spark committed."""
     storage = claimed.storage
-    committed = last_committed_epoch(storage)
-    manifests = chain(storage, committed)
-    remove_after(storage, committed)
-    route = _route(claimed, members, Epoch(committed + 1))
-    files = [file for manifest in manifests for file in manifest.files]
-    by = [manifests[-1].generation, manifests[-1].run] if committed != NO_EPOCH else []
-    opening = messages.OpenJob(
-        job=claimed.job.job_id,
-        generation=claimed.generation,
-        key_groups=claimed.job.key_groups,
-        committed_epoch=committed,
-        committed_by=[int(number) for number in by],
-        stages=[stage.to_json() for stage in claimed.job.stages],
-        checkpoint=storage.location,
-    )
+    epoch = last_committed_epoch(claimed.spark)
+    files = state_files(storage, epoch)
+    remove_after(storage, epoch)
+    route = _route(claimed, members, Epoch(epoch + 1))
+    committed = Committed(epoch, files.committed_by)
+    open_on_all(claimed, members, route, committed, files)
+    logger.info("job %s resumes after epoch %d, generation %d", claimed.job.job_id, epoch, claimed.generation)
+    return Resumed(claimed, route, committed, files)
 
-    def open_on(member: Member) -> None:
-        member.client.call(opening)
-        _restore(claimed, member, route, files)
 
+def open_on_all(claimed: Claimed, members: Membership, route: Route, committed: Committed, files: StateFiles) -> None:
+    """Bring every worker to a committed epoch, and give it its key groups under a route.
+
+    State that a worker has already stays where it is. All other state comes from the checkpoint, when it is needed.
+    """
     with ThreadPoolExecutor(max_workers=max(1, len(members))) as pool:
-        list(pool.map(open_on, members.all))
-    logger.info("job %s resumes after epoch %d, generation %d", claimed.job.job_id, committed, claimed.generation)
-    return Resumed(storage, claimed.job, claimed.generation, route, committed)
+        list(pool.map(lambda member: _open_on(claimed, member, route, committed, files), members.all))
+
+
+def _open_on(claimed: Claimed, member: Member, route: Route, committed: Committed, files: StateFiles) -> None:
+    member.client.call(
+        messages.OpenJob(
+            job=claimed.job.job_id,
+            generation=claimed.generation,
+            key_groups=claimed.job.key_groups,
+            committed_epoch=committed.epoch,
+            committed_by=[int(number) for number in committed.by or ()],
+            stages=[stage.to_json() for stage in claimed.job.stages],
+            checkpoint=claimed.storage.location,
+        )
+    )
+    answer, _ = member.client.call(
+        messages.Assign(
+            job=claimed.job.job_id,
+            generation=claimed.generation,
+            epoch=committed.epoch,
+            groups=[int(group) for group in route.groups_of(member.worker)],
+            snapshot=[asdict(file) for file in files.snapshot_files],
+            changes=[asdict(file) for file in files.change_files],
+        )
+    )
+    logger.debug("worker %s at epoch %d: %s", member.worker, committed.epoch, answer)
 
 
 def _route(claimed: Claimed, members: Membership, first_epoch: Epoch) -> Route:
-    workers = [member.worker for member in members.all]
     current = newest_route(claimed.storage)
     if current is None:
-        route = initial_route(workers, claimed.job.key_groups, first_epoch)
-    elif set(current.workers) != set(workers):
-        route = next_route(current, workers, first_epoch)
+        route = initial_route(members.workers, claimed.job.key_groups, first_epoch)
+    elif set(current.workers) != set(members.workers):
+        route = next_route(current, members.workers, first_epoch)
     else:
         return current
     save_route(claimed.storage, route, generation=claimed.generation)
     return route
-
-
-def _restore(claimed: Claimed, member: Member, route: Route, files: Sequence[ChangeFile]) -> None:
-    groups = [int(group) for group in route.groups_of(member.worker)]
-    for start in range(0, len(files), _FILES_PER_REQUEST):
-        member.client.call(
-            messages.Restore(
-                job=claimed.job.job_id,
-                generation=claimed.generation,
-                groups=groups,
-                files=[asdict(file) for file in files[start : start + _FILES_PER_REQUEST]],
-            )
-        )

@@ -11,4 +11,6 @@ MAX_KEY_GROUPS = 32768
 
 def key_groups_of(hashes: npt.NDArray[np.int64], key_groups: int) -> npt.NDArray[np.int32]:
     """The key group of each hash. NumPy's ``%`` takes the sign of the divisor, as Spark's ``pmod`` does."""
+    if key_groups & (key_groups - 1) == 0:  # the same, several times as fast
+        return (hashes & np.int64(key_groups - 1)).astype(np.int32)
     return (hashes % np.int64(key_groups)).astype(np.int32)

@@ -23,6 +23,9 @@ OP = "_op"
 POSITION = "_position"
 #: In answers to a read: the position of the row's key in the request.
 INDEX = "_index"
+#: In a field's metadata: what its values are, if name and type do not tell. Values of one meaning are no values of
+#: another, whatever their type: a sum is not a maximum.
+MEANING = b"anabranch.meaning"
 
 
 class Op:

@@ -35,13 +35,24 @@ class Settings:
     state_path: str = _setting("", "statePath", "directory for local state of workers; empty: a temporary one")
     routing_cache: bool = _setting(True, "routingCache", "tasks keep the route of their epoch instead of asking for it")
     request_timeout_s: float = _setting(120.0, "requestTimeout", "seconds to wait for a worker's answer")
+    worker_timeout_s: float = _setting(
+        10.0, "workerTimeout", "seconds of silence after which a worker is taken for lost"
+    )
+    heartbeat_s: float = _setting(1.0, "heartbeat", "seconds from one look at whether workers are alive to the next")
     start_timeout_s: float = _setting(60.0, "startTimeout", "seconds to wait for a worker to start or be reached")
+    snapshot_epochs: int = _setting(200, "snapshotEpochs", "a snapshot is made after at most so many epochs")
+    keep_epochs: int = _setting(10, "keepEpochs", "how many of the newest epochs can be restored")
+    keep_s: float = _setting(0.0, "keepSeconds", "epochs younger than this can be restored as well")
+    state_location: str = _setting("", "stateLocation", "URL for the state; empty: in Spark's checkpoint")
+    savepoint: str = _setting("", "savepoint", "where a new job starts from; ignored once its checkpoint is in use")
     token: str = _setting("", "token", "shared secret of driver, tasks and workers; needed off this machine")
 
     def __post_init__(self) -> None:
         _check_range("workers", self.workers, 1, MAX_WORKERS)
         _check_range("keyGroups", self.key_groups, 1, MAX_KEY_GROUPS)
         _check_range("parallelism", self.parallelism, 0, MAX_PARALLELISM)
+        _check_range("snapshotEpochs", self.snapshot_epochs, 1, 1_000_000)
+        _check_range("keepEpochs", self.keep_epochs, 1, 1_000_000)
         if self.worker_count > self.key_groups:
             raise SettingsError(
                 f"{self.worker_count} workers cannot share {self.key_groups} key groups. "
@@ -50,7 +61,7 @@ class Settings:
         if self.store not in STORES:
             near = _nearest(self.store, STORES)
             raise SettingsError(f"{PREFIX}store is {self.store!r}; it can be {' or '.join(STORES)}.{near}")
-        for name in ("request_timeout_s", "start_timeout_s"):
+        for name in ("request_timeout_s", "worker_timeout_s", "heartbeat_s", "start_timeout_s"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{PREFIX}{_FIELDS_BY_ATTRIBUTE[name]} must be more than 0 seconds.")
         for address in self.worker_addresses:

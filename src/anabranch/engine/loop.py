@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from py4j.protocol import Py4JJavaError
 from pyspark.sql import DataFrame
 
-from anabranch.core.errors import EpochError
+from anabranch.core.errors import EpochError, FencedError
 from anabranch.engine.epochrun import EpochRun
 from anabranch.engine.segments import Segment
 from anabranch.engine.sinks import Sink
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 #: How often what Spark did not run is run, before the epoch fails.
 _MAX_COMPLETION_ROUNDS = 3
+#: How often an epoch is run because workers are lost, before the query fails.
+_MAX_RUNS = 5
 _REMEMBERED_EPOCHS = 1000
 _TURN_INTERVAL_MS = 20
 
@@ -46,6 +48,9 @@ class Coordinator(Protocol):
 
     def abort(self, epoch: int) -> None:
         """Forget what was staged. Never raises: it runs while another error is on its way."""
+
+    def recover(self, epoch: int) -> bool:
+        """After an abort: whether the failure was that of a worker, whose part has been given to others."""
 
 
 class StreamFacts(Protocol):
@@ -89,13 +94,26 @@ class EpochLoop:
     def __call__(self, rows: DataFrame, epoch: int) -> None:
         self._wait_for_turn(rows)
         try:
-            self._run(rows, epoch)
+            self._run_until_it_counts(rows, epoch)
         except Exception as error:
             self.error = error
-            self._coordinator.abort(epoch)
             raise
         finally:
             self.running.release()
+
+    def _run_until_it_counts(self, rows: DataFrame, epoch: int) -> None:
+        """Run the epoch, and again if a worker was lost meanwhile: state and input are as they were before."""
+        for left in reversed(range(_MAX_RUNS)):
+            try:
+                self._run(rows, epoch)
+                return
+            except Exception as error:
+                self._coordinator.abort(epoch)
+                if isinstance(error, FencedError | _InterruptedBySparkError):
+                    raise
+                if not left or not self._coordinator.recover(epoch):
+                    raise
+                logger.warning("epoch %d failed with a lost worker, and runs again", epoch)
 
     def _wait_for_turn(self, rows: DataFrame) -> None:
         """Take the lock. Whoever holds it is stopping the query, which ends with Spark interrupting this wait."""

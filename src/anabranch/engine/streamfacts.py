@@ -42,6 +42,13 @@ class SparkStream:
         rows: int = progress.numInputRows()
         return rows
 
+    def cancel_jobs(self) -> None:
+        """Let the tasks that run for the query fail at once, instead of when their requests time out."""
+        if self._query is None:
+            return
+        context = self._query.sparkSession().sparkContext()
+        context.cancelJobGroup(self._query.runId().toString())
+
     def _handle(self) -> Any:
         if not self._attached.wait(_ATTACH_TIMEOUT_S):
             raise EpochError("Spark did not hand over the query's handle. Start the query again.")

@@ -62,7 +62,7 @@ class EpochRequest(JobRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenJob(JobRequest):
-    """Take part in a job. Whatever this worker held of it for an older generation is forgotten."""
+    """Take part in a job from an epoch on. Answers with the key groups whose state of that epoch is here already."""
 
     key_groups: int
     #: The epoch whose state the job resumes from, and [generation, run] that committed it, if there is one.
@@ -74,12 +74,17 @@ class OpenJob(JobRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restore(JobRequest):
-    """Load the named key groups from change files, oldest first."""
+class Assign(JobRequest):
+    """Hold exactly these key groups as of a committed epoch. The state of those that are not here comes from files.
 
+    Answers at once: state comes when it is needed, and in the background.
+    """
+
+    epoch: int
     groups: list[int]
-    #: ChangeFile as JSON.
-    files: list[dict[str, Any]]
+    #: SnapshotFile and ChangeFile as JSON; changes in the order of their epochs.
+    snapshot: list[dict[str, Any]]
+    changes: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,20 +13,23 @@ from typing import Any
 import pyarrow as pa
 
 from anabranch.checkpoint import paths
-from anabranch.checkpoint.changes import read_changes, write_changes
+from anabranch.checkpoint.changes import write_changes
 from anabranch.checkpoint.manifests import ChangeFile
+from anabranch.checkpoint.snapshots import SnapshotFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core import requests
 from anabranch.core.errors import EpochError, FencedError, WorkerError
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import Attempt, Epoch, Generation, Partition, StageNumber, WorkerId
 from anabranch.core.requests import Refusal, Run, RunId, StageAttempt
-from anabranch.core.schemas import StageSpec
+from anabranch.core.schemas import HASH, StageSpec
 from anabranch.core.transactions import TransactionMachine
 from anabranch.wire import messages
 from anabranch.wire.routed import EXPIRED, REST
 from anabranch.worker.expiry import ExpiryIndex
+from anabranch.worker.holdings import Holdings
 from anabranch.worker.layers import VariableState
+from anabranch.worker.origins import CheckpointOrigin
 from anabranch.worker.stores import open_store
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,7 @@ class WorkerJob:
         self._folder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fold")
         self._folds: list[Future[None]] = []
         self._key_groups = 0
+        self._location = ""
         self._storage: Storage | None = None
         self._stages: dict[int, StageSpec] = {}
         self._states: dict[tuple[int, str], VariableState] = {}
@@ -59,38 +63,54 @@ class WorkerJob:
         #: For stages whose keys expire, made when they first ask.
         self._expiries: dict[tuple[int, str], ExpiryIndex] = {}
         self._routing: dict[str, Any] = {}
+        self._holdings = Holdings({}, 0)
 
     def open(self, request: messages.OpenJob) -> dict[str, Any]:
-        """Start over with empty state for a new generation; the driver restores it from the checkpoint."""
+        """Take part from an epoch on. State of that epoch that is here stays; any other is forgotten."""
         by = RunId(Generation(request.committed_by[0]), Run(request.committed_by[1])) if request.committed_by else None
+        stages = {spec["number"]: StageSpec.from_json(spec) for spec in request.stages}
         with self._lock:
-            self._carry_out(
-                self._machine.handle(
-                    requests.Open(
-                        generation=Generation(request.generation),
-                        committed_epoch=Epoch(request.committed_epoch),
-                        committed_by=by,
-                    )
+            instructions = self._machine.handle(
+                requests.Open(
+                    generation=Generation(request.generation),
+                    committed_epoch=Epoch(request.committed_epoch),
+                    committed_by=by,
                 )
             )
-            self._key_groups = request.key_groups
-            self._storage = Storage(request.checkpoint)
-            self._stages = {spec["number"]: StageSpec.from_json(spec) for spec in request.stages}
-            self._reset()
-        return {"worker": self._worker}
+            self._carry_out(instructions)
+            outdated = any(isinstance(instruction, requests.ResetState) for instruction in instructions)
+            described = (request.key_groups, request.checkpoint, stages)
+            if outdated or described != (self._key_groups, self._location, self._stages):
+                self._key_groups, self._location, self._stages = described
+                self._storage = Storage(request.checkpoint)
+                self._reset()
+            return {"worker": self._worker, "groups": sorted(self._holdings.groups)}
 
-    def restore(self, request: messages.Restore) -> dict[str, Any]:
-        """Load change files, oldest first."""
+    def assign(self, request: messages.Assign) -> dict[str, Any]:
+        """Hold exactly these key groups; answers with how many came and went."""
         with self._lock:
             self._check_generation(request)
-            rows = 0
-            for document in request.files:
-                file = ChangeFile(**document)
-                state = self._state(file.stage, file.variable)
-                changes = read_changes(self._checkpoint(), file, state.layout, request.groups)
-                state.load(changes)
-                rows += changes.num_rows
-        return {"rows": rows}
+            if request.epoch != self._machine.committed:
+                raise EpochError(
+                    f"Key groups as of epoch {request.epoch} do not fit worker {self._worker}, which has epoch "
+                    f"{self._machine.committed}. Open the job at that epoch first."
+                )
+            snapshot = [SnapshotFile(**file) for file in request.snapshot]
+            changes = [ChangeFile(**file) for file in request.changes]
+
+            def make_origin(variable: tuple[int, str], groups: Collection[int]) -> CheckpointOrigin:
+                return CheckpointOrigin(
+                    self._checkpoint(),
+                    self._states[variable].layout,
+                    groups,
+                    [file for file in snapshot if (file.stage, file.variable) == variable],
+                    [file for file in changes if (file.stage, file.variable) == variable],
+                )
+
+            adopted, dropped = self._holdings.assign(request.groups, make_origin)
+            if adopted or dropped:
+                self._expiries = {}
+        return {"adopted": len(adopted), "dropped": len(dropped)}
 
     def begin(self, request: messages.Begin) -> dict[str, Any]:
         with self._lock:
@@ -117,9 +137,12 @@ class WorkerJob:
         if keys is None:
             raise WorkerError("A read came without keys. Run the same version of anabranch everywhere.")
         answers: Tables = {}
+        hashes = keys.column(HASH).to_numpy()
         for name, state in states.items():
+            self._holdings.fetch((request.stage, name), hashes)
             answers[name] = pa.Table.from_batches([state.read(keys, epoch)])
             if request.rest:
+                self._holdings.complete((request.stage, name), request.groups)
                 rest = list(state.scan(epoch, request.groups, without=keys))
                 answers[REST + name] = pa.Table.from_batches(rest, schema=state.layout.rows)
             if request.expired:
@@ -135,7 +158,9 @@ class WorkerJob:
             index = self._expiries.get(variable)
             if index is None or index.event_time != event_time:
                 index = self._expiries[variable] = ExpiryIndex(event_time, self._key_groups)
-            groups = index.candidates(request.groups, up_to_us)
+            # What has not arrived is let go of later: nobody can tell, as rows that are late are dropped before.
+            here = frozenset(request.groups) - self._holdings.pending(variable)
+            groups = index.candidates(here, up_to_us)
         batches = list(state.scan(epoch, groups)) if groups else []
         with self._lock:
             expired = index.split(batches, groups, up_to_us)
@@ -144,8 +169,11 @@ class WorkerJob:
     def write(self, request: messages.Write, tables: Tables) -> dict[str, Any]:
         attempt = StageAttempt(StageNumber(request.stage), Partition(request.partition), Attempt(request.attempt))
         epoch = _epoch(request)
+        checked = self._check_changes(request.stage, tables)
+        for name, table in checked.items():
+            # Those that were read are here; no key may change before it is.
+            self._holdings.fetch((request.stage, name), table.column(HASH).to_numpy())
         with self._lock:
-            checked = self._check_changes(request.stage, tables)
             if request.chunk == 0:
                 staged = requests.Stage(**epoch, attempt=attempt, sealed=request.last)
                 self._carry_out(self._machine.handle(staged))
@@ -195,16 +223,19 @@ class WorkerJob:
             self._check_generation(request)
             states = dict(self._states)
         return {
+            **self._holdings.progress(),
             "variables": [
                 {"stage": stage, "variable": variable, "rows": state.rows(), "bytes": state.bytes()}
                 for (stage, variable), state in sorted(states.items())
-            ]
+            ],
         }
 
     def scan(self, request: messages.Scan) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         with self._lock:
             self._check_generation(request)
             state = self._state(request.stage, request.variable)
+            holdings = self._holdings
+        holdings.complete((request.stage, request.variable))
         return state.layout.rows, state.scan(request.epoch)
 
     def check_generation(self, request: messages.JobRequest) -> None:
@@ -213,6 +244,7 @@ class WorkerJob:
 
     def close(self) -> None:
         self._folder.shutdown(wait=True)
+        self._holdings.close()
         with self._lock:
             for state in self._states.values():
                 state.close()
@@ -274,6 +306,7 @@ class WorkerJob:
     # ----------------------------------------------------------------------------------------------- lookups
 
     def _reset(self) -> None:
+        self._holdings.close()
         for state in self._states.values():
             state.close()
         self._staged, self._prepared, self._expiries = {}, {}, {}
@@ -287,6 +320,7 @@ class WorkerJob:
                 )
                 store = open_store(self._store, layout, self._key_groups, folder)
                 self._states[spec.number, variable] = VariableState(layout, self._key_groups, store)
+        self._holdings = Holdings(self._states, self._key_groups)
 
     def _state(self, stage: int, variable: str) -> VariableState:
         state = self._states.get((stage, variable))

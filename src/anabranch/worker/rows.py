@@ -38,8 +38,6 @@ class Shape:
 
     def groups_of(self, hashes: Hashes) -> npt.NDArray[Any]:
         """The key group of each hash."""
-        if self.key_groups & (self.key_groups - 1) == 0:  # the same, several times as fast
-            return hashes & np.int64(self.key_groups - 1)
         return key_groups_of(hashes, self.key_groups)
 
 

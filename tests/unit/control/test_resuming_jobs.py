@@ -9,14 +9,13 @@ from worker_stand_in import StandIn, membership
 from anabranch.checkpoint.manifests import ChangeFile, Manifest, manifest_epochs, write_manifest
 from anabranch.checkpoint.routes import newest_route
 from anabranch.checkpoint.storage import Storage
-from anabranch.control import resume as resuming
 from anabranch.control.members import Membership, discover
 from anabranch.control.resume import Claimed, claim, resume
 from anabranch.core.errors import CheckpointError, LostWorkerError, SettingsError, WorkerError
 from anabranch.core.ids import Epoch, Generation, RouteVersion, StageNumber, WorkerId
 from anabranch.core.requests import Run
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
-from anabranch.wire.messages import OpenJob, Restore
+from anabranch.wire.messages import Assign, OpenJob
 
 VARIABLE = VariableSpec("v", VariableKind.VALUE, pa.schema([("n", pa.int64())]))
 SPEC = StageSpec(StageNumber(1), "stage1", pa.schema([("k", pa.int64())]), (VARIABLE,))
@@ -35,18 +34,18 @@ def commit(job: Claimed, epoch: int, *, by_spark: bool = True) -> None:
 
 
 def restored(worker: StandIn) -> list[tuple[list[int], list[str]]]:
-    found = [request for request in worker.requests if isinstance(request, Restore)]
-    return [(request.groups, [Path(file["path"]).stem for file in request.files]) for request in found]
+    found = [request for request in worker.requests if isinstance(request, Assign)]
+    return [(request.groups, [Path(file["path"]).stem for file in request.changes]) for request in found]
 
 
 def test_a_new_job_starts_empty_with_a_balanced_route(tmp_path: Path) -> None:
     one, two = StandIn("one"), StandIn("two")
     resumed = resume(claimed(tmp_path), membership(one, two))
-    assert resumed.committed_epoch == -1
+    assert resumed.committed.epoch == -1
     assert [len(resumed.route.groups_of(WorkerId(name))) for name in ("one", "two")] == [4, 4]
-    assert newest_route(resumed.storage) == resumed.route
+    assert newest_route(resumed.claimed.storage) == resumed.route
     for worker in (one, two):
-        (opening,) = worker.requests
+        opening, _ = worker.requests
         assert isinstance(opening, OpenJob)
         assert (opening.committed_epoch, opening.committed_by, opening.key_groups) == (-1, [], 8)
         assert StageSpec.from_json(opening.stages[0]) == SPEC
@@ -61,9 +60,9 @@ def test_the_epochs_that_spark_committed_are_restored_by_key_group(tmp_path: Pat
     second = claimed(tmp_path)
     resumed = resume(second, membership(one, two))
     assert (second.generation, second.job.job_id) == (Generation(2), first.job.job_id)
-    assert resumed.committed_epoch == 1
+    assert resumed.committed.epoch == 1
     assert resumed.route == route
-    assert manifest_epochs(resumed.storage) == [0, 1], "an epoch that Spark did not commit is run again"
+    assert manifest_epochs(resumed.claimed.storage) == [0, 1], "an epoch that Spark did not commit is run again"
     assert restored(one) == [(list(route.groups_of(WorkerId("one"))), ["0", "1"])]
     assert restored(two) == [(list(route.groups_of(WorkerId("two"))), ["0", "1"])]
     opening = one.requests[0]
@@ -83,17 +82,6 @@ def test_other_workers_get_another_route(tmp_path: Path) -> None:
     assert sorted(group for worker in workers for groups, _ in restored(worker) for group in groups) == list(range(8))
 
 
-def test_many_files_are_restored_in_several_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resuming, "_FILES_PER_REQUEST", 2)
-    first = claimed(tmp_path)
-    resume(first, membership(StandIn("one")))
-    for epoch in range(5):
-        commit(first, epoch)
-    one = StandIn("one")
-    resume(claimed(tmp_path), membership(one))
-    assert [files for _, files in restored(one)] == [["0", "1"], ["2", "3"], ["4"]]
-
-
 def test_a_manifest_that_is_missing_is_named(tmp_path: Path) -> None:
     first = claimed(tmp_path)
     commit(first, 0)
@@ -106,7 +94,7 @@ def test_a_worker_that_fails_while_it_restores_ends_the_start(tmp_path: Path) ->
     first = claimed(tmp_path)
     commit(first, 0)
     one, two = StandIn("one"), StandIn("two")
-    two.failures["restore"] = WorkerError("two:1: the change file is damaged. Restore it from a copy.")
+    two.failures["assign"] = WorkerError("two:1: the change file is damaged. Restore it from a copy.")
     with pytest.raises(WorkerError, match="is damaged"):
         resume(claimed(tmp_path), membership(one, two))
 

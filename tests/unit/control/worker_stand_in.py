@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from anabranch.control.members import Member, Membership
+from anabranch.core.errors import LostWorkerError
 from anabranch.core.ids import WorkerId
 from anabranch.wire import messages
 
@@ -23,22 +24,30 @@ class StandIn:
         #: What to raise, by the kind of request; taken out when it was raised.
         self.failures: dict[str, Exception] = {}
         self.rows: list[pa.RecordBatch] = []
+        self.jobs: set[str] = set()
         self.closed = False
+        self.gone = False
 
     def call(self, request: messages.Request, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         del timeout_s
-        self.requests.append(request)
+        if not isinstance(request, messages.Health):  # those of the heartbeat come at any time
+            self.requests.append(request)
         if request.kind() in self.failures:
             raise self.failures.pop(request.kind())
+        if self.gone:
+            raise LostWorkerError(f"{self.address} cannot be reached.")
         match request:
             case messages.Health():
-                return {"worker": self.name, "pid": 7}, {}
+                return {"worker": self.name, "pid": 7, "jobs": sorted(self.jobs)}, {}
+            case messages.OpenJob():
+                self.jobs.add(request.job)
+                return {"worker": self.name, "groups": []}, {}
             case messages.Seals():
                 return {"attempts": self.sealed}, {}
             case messages.Prepare():
                 return {"files": [self.file(request)] if request.chosen else []}, {}
             case messages.Describe():
-                return {"variables": [{"stage": 1, "variable": "v", "rows": 2, "bytes": 30}]}, {}
+                return {"pendingGroups": 0, "variables": [{"stage": 1, "variable": "v", "rows": 2, "bytes": 30}]}, {}
         return {}, {}
 
     def stream(self, request: messages.Scan) -> Iterator[pa.RecordBatch]:
@@ -68,3 +77,31 @@ class StandIn:
 
 def membership(*workers: StandIn) -> Membership:
     return Membership([Member(WorkerId(w.name), w.address, 7, w) for w in workers])  # type: ignore[arg-type]
+
+
+class NoSupply:
+    """Stands for a machine on which no worker can be started; ``ended`` are the workers whose processes have."""
+
+    def __init__(self) -> None:
+        self.ended: set[WorkerId] = set()
+        self.killed: list[WorkerId] = []
+
+    def start(self) -> Member | None:
+        return None
+
+    def kill(self, worker: WorkerId) -> None:
+        self.killed.append(worker)
+
+    def exited(self) -> frozenset[WorkerId]:
+        return frozenset(self.ended)
+
+
+class Supply(NoSupply):
+    """Stands for a machine that starts workers: gives out stand-ins one after the other."""
+
+    def __init__(self, *workers: StandIn) -> None:
+        super().__init__()
+        self.workers = list(workers)
+
+    def start(self) -> Member | None:
+        return membership(self.workers.pop(0)).all[0]

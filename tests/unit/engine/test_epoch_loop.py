@@ -1,14 +1,14 @@
 """The epoch loop with everything around it replaced: what is called in which order, and what happens on a failure."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from anabranch.core.errors import EpochError
+from anabranch.core.errors import EpochError, FencedError
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.segments import Operation, Segment
 
@@ -81,6 +81,8 @@ class Control:
     journal: list[str]
     #: What `missing` answers, one after another; then nothing is missing.
     gaps: list[Mapping[int, frozenset[int]]] = field(default_factory=list)
+    #: What `recover` answers, one after another; then no worker is to blame.
+    recoveries: list[bool] = field(default_factory=list)
 
     def begin(self, epoch: int) -> int:
         self.journal.append(f"begin {epoch}")
@@ -100,6 +102,10 @@ class Control:
     def abort(self, epoch: int) -> None:
         self.journal.append(f"abort {epoch}")
 
+    def recover(self, epoch: int) -> bool:
+        del epoch
+        return self.recoveries.pop(0) if self.recoveries else False
+
 
 @dataclass
 class Output:
@@ -107,13 +113,13 @@ class Output:
 
     journal: list[str]
     reads_once: bool = True
-    error: Exception | None = None
+    errors: list[Exception] = field(default_factory=list)
 
     def write(self, rows: Rows, epoch: int) -> None:
         del epoch
         self.journal.append(f"write {rows.name}")
-        if self.error is not None:
-            raise self.error
+        if self.errors:
+            raise self.errors.pop(0)
 
 
 class Facts:
@@ -125,12 +131,12 @@ class Facts:
 
 
 def make(
-    *operations: Operation, stages: int = 1, reads_once: bool = True, error: Exception | None = None
+    *operations: Operation, stages: int = 1, reads_once: bool = True, errors: Sequence[Exception] = ()
 ) -> tuple[EpochLoop, Control]:
     journal: list[str] = []
     control = Control(journal)
     segments = [Segment(Stage(number)) for number in range(1, stages)] + [Segment(Stage(stages), operations)]
-    sink = Output(journal, reads_once, error)
+    sink = Output(journal, reads_once, list(errors))
     loop = EpochLoop(segments, control, sink, complete=False, shuffle_partitions=2, stream=Facts())  # type: ignore[arg-type]
     return loop, control
 
@@ -189,7 +195,7 @@ def test_an_epoch_that_cannot_be_completed_is_aborted() -> None:
 
 def test_a_sink_that_fails_aborts_the_epoch_and_is_remembered() -> None:
     error = ValueError("full")
-    loop, control = make(error=error)
+    loop, control = make(errors=[error])
     with pytest.raises(ValueError, match="full"):
         run(loop, control)
     assert control.journal == ["begin 0", "write s1(rows)", "abort 0"]
@@ -226,3 +232,24 @@ def test_an_epoch_waits_where_spark_can_interrupt_it_while_the_query_is_being_st
     assert len(waits) == 3
     assert control.journal == []
     assert loop.error is None
+
+
+def test_an_epoch_runs_again_when_a_worker_was_lost() -> None:
+    loop, control = make(errors=[RuntimeError("the task failed"), RuntimeError("and again")])
+    control.recoveries = [True, True]
+    assert run(loop, control) == [
+        *("begin 0", "write s1(rows)", "abort 0"),
+        *("begin 0", "write s1(rows)", "abort 0"),
+        *("begin 0", "write s1(rows)", "commit 0"),
+    ]
+    assert loop.error is None
+
+
+def test_an_epoch_does_not_run_again_for_ever_nor_after_a_newer_driver_took_over() -> None:
+    for errors in ([RuntimeError("the task failed")] * 9, [FencedError("A newer driver has taken over.")]):
+        loop, control = make(errors=errors)
+        control.recoveries = [True] * 9
+        with pytest.raises(type(errors[0])):
+            run(loop, control)
+        assert control.journal.count("begin 0") == (5 if len(errors) > 1 else 1)
+        assert "commit 0" not in control.journal

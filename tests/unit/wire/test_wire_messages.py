@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from anabranch.core.errors import WorkerError
-from anabranch.wire.messages import Prepare, Request, Restore, Write, decode
+from anabranch.wire.messages import Assign, Prepare, Request, Write, decode
 
 EXAMPLES: dict[type, Any] = {int: 3, str: "x", bool: True, list: [], dict: {}}
 
@@ -51,11 +51,11 @@ def test_a_truth_value_is_no_number_and_null_is_nothing() -> None:
 
 
 def test_lists_are_checked_to_their_items() -> None:
-    restore, prepare = example_of(Restore), example_of(Prepare)
-    assert decode("restore", {**restore, "groups": [1, 2], "files": [{"a": None}]})
-    for name, wrong in [("groups", [1, "2"]), ("groups", {"0": 1}), ("files", [1])]:
+    assign, prepare = example_of(Assign), example_of(Prepare)
+    assert decode("assign", {**assign, "groups": [1, 2], "changes": [{"a": None}]})
+    for name, wrong in [("groups", [1, "2"]), ("groups", {"0": 1}), ("changes", [1])]:
         with pytest.raises(WorkerError, match=f"'{name}'"):
-            decode("restore", {**restore, name: wrong})
+            decode("assign", {**assign, name: wrong})
     assert decode("prepare", {**prepare, "chosen": [[1, 2, 3]]})
     with pytest.raises(WorkerError, match="'chosen'"):
         decode("prepare", {**prepare, "chosen": [[1, 2, None]]})

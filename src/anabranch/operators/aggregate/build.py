@@ -9,7 +9,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql.types import ByteType, StructField, StructType
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+from anabranch.core.schemas import MEANING, StageSpec, VariableKind, VariableSpec
 from anabranch.operators.aggregate.functions import AggregateFunction, parse, resolve, sql_of
 from anabranch.operators.aggregate.stage import ALL, VARIABLE, AggregateStage
 from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields
@@ -69,13 +69,17 @@ def _refuse_sessions(keys: Sequence[Column]) -> None:
 
 
 def _buffer_schema(functions: Sequence[AggregateFunction]) -> pa.Schema:
-    fields: list[StructField] = []
+    """The columns of the state: each says which function it belongs to, so that it is not taken for another's."""
+    columns: list[pa.Field] = []
     taken = set(RESERVED)
     for function in functions:
         for buffer in function.buffers:
             name = _unique(function.output_name + buffer.suffix, taken)
-            fields.append(StructField(name, buffer.type))
-    return arrow_schema(fields)
+            (column,) = arrow_schema([StructField(name, buffer.type)])
+            # A count is never null, which keeps one from being added to state that has none.
+            column = column.with_nullable(function.name != "count")
+            columns.append(column.with_metadata({MEANING: function.name.encode()}))
+    return pa.schema(columns)
 
 
 def _unique(name: str, taken: set[str]) -> str:

@@ -1,0 +1,92 @@
+"""Adoption: key groups that are served at once, while their state is still on its way.
+
+Keys are divided into slots by their hash. Before a key is read or written, its slot is fetched from the origin: every
+key in it, so that a key which the origin does not know is known not to exist. A drain brings the rest, group by group.
+Nothing local can be older than what a fetch brings, because no key is written before its slot has been fetched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+
+import numpy as np
+import numpy.typing as npt
+
+from anabranch.core.keygroups import key_groups_of
+from anabranch.worker.layers import VariableState
+from anabranch.worker.origins import Flags, Hashes, Origin, Selection, slots_of
+
+_SLOTS_MIN, _SLOTS_MAX = 1 << 12, 1 << 22
+
+
+class Adoption:
+    """The key groups of one variable that came from one origin. Any thread may call any method."""
+
+    def __init__(self, state: VariableState, origin: Origin, groups: Collection[int], key_groups: int) -> None:
+        self._state = state
+        self._origin = origin
+        #: By key group: whether some of its state may not have arrived yet.
+        self._pending: Flags = np.zeros(key_groups, dtype=np.bool_)
+        self._pending[list(groups)] = True
+        #: By slot: whether all of its keys have arrived.
+        self._fetched: Flags = np.zeros(_slots_for(origin.rows), dtype=np.bool_)
+        #: Held while state is brought: who needs a slot that another thread is bringing waits for it.
+        self._bringing = threading.Lock()
+        self.fetched_rows = 0
+        self.drained_rows = 0
+
+    @property
+    def pending(self) -> list[int]:
+        """The key groups that have not arrived completely."""
+        return [int(group) for group in np.flatnonzero(self._pending)]
+
+    def fetch(self, hashes: Hashes) -> None:
+        """Bring the state of these keys, as far as it is of these key groups and not there yet."""
+        slots = self._missing(hashes)
+        if not len(slots):
+            return
+        with self._bringing:
+            slots = self._missing(hashes)  # another thread may have brought some meanwhile
+            if len(slots):
+                wanted = np.zeros(len(self._fetched), dtype=np.bool_)
+                wanted[slots] = True
+                self.fetched_rows += self._bring(Selection(self._pending, wanted))
+                self._fetched[slots] = True
+
+    def drain(self, groups: Collection[int]) -> None:
+        """Bring all that is missing of these key groups."""
+        if not self._pending[list(groups)].any():
+            return
+        with self._bringing:
+            chosen = np.zeros(len(self._pending), dtype=np.bool_)
+            chosen[list(groups)] = True
+            chosen &= self._pending
+            if chosen.any():
+                self.drained_rows += self._bring(Selection(chosen, ~self._fetched))
+                self._pending &= ~chosen
+
+    def forget(self, groups: Collection[int]) -> None:
+        """These key groups belong to somebody else now."""
+        with self._bringing:
+            self._pending[list(groups)] = False
+
+    def _missing(self, hashes: Hashes) -> npt.NDArray[np.int64]:
+        if not self._pending.any():
+            return np.empty(0, dtype=np.int64)
+        mine = hashes[self._pending[key_groups_of(hashes, len(self._pending))]]
+        slots = slots_of(mine, len(self._fetched))
+        return np.unique(slots[~self._fetched[slots]])
+
+    def _bring(self, selection: Selection) -> int:
+        rows = 0
+        for changes in self._origin.select(selection):
+            self._state.load(changes)
+            rows += len(changes)
+        return rows
+
+
+def _slots_for(rows: int) -> int:
+    """Twice as many as rows, so that fetching a key brings hardly any other with it."""
+    slots = 1 << max(0, 2 * rows - 1).bit_length()
+    return min(max(slots, _SLOTS_MIN), _SLOTS_MAX)

@@ -1,0 +1,243 @@
+"""Compaction: the snapshot of an epoch out of an older one and the change files since, in bounded memory.
+
+A process of its own does it, at the lowest priority, so that epochs do not wait for it:
+``python -m anabranch.worker.compaction LOCATION UP_TO``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from anabranch.checkpoint import paths
+from anabranch.checkpoint.changes import read_changes
+from anabranch.checkpoint.generations import check_generation, latest_generation
+from anabranch.checkpoint.job import read_job
+from anabranch.checkpoint.manifests import ChangeFile
+from anabranch.checkpoint.snapshots import (
+    Snapshot,
+    SnapshotFile,
+    read_snapshot_rows,
+    write_snapshot,
+    write_snapshot_rows,
+)
+from anabranch.checkpoint.statefiles import StateFiles, state_files
+from anabranch.checkpoint.storage import Storage
+from anabranch.core.errors import AnabranchError, CheckpointError
+from anabranch.core.ids import Epoch, Generation
+from anabranch.core.schemas import Layout, Op, StageSpec, VariableKind
+from anabranch.worker.layers import VariableState
+from anabranch.worker.stores import open_store
+
+logger = logging.getLogger(__name__)
+
+#: What is in memory at a time: the state of a range of key groups that has at most so many rows, and bytes.
+RANGE_ROWS_MAX = 2_000_000
+_RANGE_BYTES_MAX = 512 << 20
+#: What a row takes in the store beyond its columns: those of lists and maps are Python objects.
+_ROW_BYTES_MORE = {VariableKind.VALUE: 40, VariableKind.LIST: 400, VariableKind.MAP: 400}
+
+
+def compact(storage: Storage, up_to: Epoch, *, generation: Generation, write_to: Storage | None = None) -> Snapshot:
+    """Makes the snapshot of an epoch, in the same checkpoint or, for a savepoint, in another storage.
+
+    FencedError if a newer driver than ``generation`` has taken over: then there is none. State variables that the job
+    no longer has are left out.
+    """
+    files = state_files(storage, up_to)
+    by = files.committed_by
+    if by is None:
+        raise CheckpointError(
+            f"There is no epoch yet in {storage.location}, so there is no state to make a snapshot of. Wait for the "
+            f"first epoch."
+        )
+    if files.snapshot is not None and files.snapshot.epoch == up_to and write_to is None:
+        return files.snapshot
+    job, target, started = read_job(storage), write_to or storage, time.monotonic()
+    written: list[SnapshotFile] = []
+    for stage in job.stages:
+        for variable in stage.layouts:
+            for rows in state_rows(storage, files, stage, variable, key_groups=job.key_groups):
+                written += write_snapshot_rows(target, stage, variable, rows, epoch=up_to, key_groups=job.key_groups)
+    check_generation(storage, generation)
+    snapshot = Snapshot(up_to, by.generation, by.run, time.time(), tuple(written))
+    write_snapshot(target, snapshot)
+    logger.info("wrote the snapshot of epoch %d in %.1f s", up_to, time.monotonic() - started)
+    return snapshot
+
+
+def state_rows(
+    storage: Storage, files: StateFiles, stage: StageSpec, variable: str, *, key_groups: int
+) -> Iterator[pa.Table]:
+    """The rows of a variable as of an epoch, ``layout.rows``: each time all those of a range of key groups."""
+    of = _VariableFiles(storage, stage.layouts[variable], key_groups, *_files_of(files, stage, variable))
+    first, width = 0, of.first_width()
+    while first < key_groups:
+        rows, end = of.load(first, min(first + width, key_groups))
+        if rows.num_rows:
+            yield rows
+        # A range that had to be cut is the best guess for the next.
+        first, width = end, min(width, end - first)
+
+
+def export(storage: Storage, epoch: Epoch, target_folder: str) -> dict[str, int]:
+    """Writes the state as of an epoch as ``<stage>/<variable>.parquet`` in an empty or new local folder.
+
+    With the columns of the user only: key, position or map key, value. Returns how many rows each file has.
+    """
+    folder = _empty_folder(target_folder)
+    job, files = read_job(storage), state_files(storage, epoch)
+    exported = {}
+    for stage in job.stages:
+        for variable, layout in stage.layouts.items():
+            name = f"{paths.safe_name(stage.name)}/{paths.safe_name(variable)}.parquet"
+            rows = state_rows(storage, files, stage, variable, key_groups=job.key_groups)
+            exported[name] = _export_variable(folder / name, layout, rows)
+    return exported
+
+
+@dataclass(frozen=True)
+class _VariableFiles:
+    """The files that hold one variable as of an epoch."""
+
+    storage: Storage
+    layout: Layout
+    key_groups: int
+    snapshot: Sequence[SnapshotFile]
+    #: In the order in which they apply.
+    changes: Sequence[ChangeFile]
+    #: The most rows that one epoch changed.
+    most_changed: int
+
+    def first_width(self) -> int:
+        """How many key groups to begin with, if there are no more rows than files tell for sure."""
+        rows = sum(file.rows for file in self.snapshot) + self.most_changed
+        return max(1, self.key_groups * RANGE_ROWS_MAX // max(rows, RANGE_ROWS_MAX))
+
+    def load(self, first: int, end: int) -> tuple[pa.Table, int]:
+        """The rows of these key groups, or, if they are too many, of fewer; and where the next range begins."""
+        state = VariableState(
+            self.layout, self.key_groups, open_store("memory", self.layout, self.key_groups, directory=None)
+        )
+        loaded_rows = loaded_bytes = 0
+        files: list[SnapshotFile | ChangeFile] = [*self.snapshot, *self.changes]
+        for file in files:
+            changes = self._read(file, first, end)
+            loaded_rows, loaded_bytes = loaded_rows + changes.num_rows, loaded_bytes + changes.nbytes
+            state.load(changes)
+            while end - first > 1 and self._is_too_large(state.rows(), loaded_rows, loaded_bytes):
+                middle = (first + end) // 2
+                state.drop_groups(range(middle, end))
+                end = middle
+        batches = list(state.scan(0))
+        state.close()
+        return pa.Table.from_batches(batches, schema=self.layout.rows), end
+
+    def _is_too_large(self, rows: int, loaded_rows: int, loaded_bytes: int) -> bool:
+        row_bytes = loaded_bytes // max(loaded_rows, 1) + _ROW_BYTES_MORE[self.layout.variable.kind]
+        return rows > RANGE_ROWS_MAX or rows * row_bytes > _RANGE_BYTES_MAX
+
+    def _read(self, file: SnapshotFile | ChangeFile, first: int, end: int) -> pa.Table:
+        groups: Collection[int] | None = None if (first, end) == (0, self.key_groups) else range(first, end)
+        if isinstance(file, ChangeFile):
+            return read_changes(self.storage, file, self.layout, groups)
+        if file.last_group < first or file.first_group >= end:
+            return self.layout.changes.empty_table()
+        rows = read_snapshot_rows(self.storage, file, self.layout, groups)
+        ops = pa.array(np.full(rows.num_rows, Op.PUT, dtype=np.int8))
+        return pa.table([rows.column(0), ops, *rows.columns[1:]], schema=self.layout.changes)
+
+
+def _files_of(files: StateFiles, stage: StageSpec, variable: str) -> tuple[list[SnapshotFile], list[ChangeFile], int]:
+    snapshot = files.snapshot.files_of(stage.number, variable) if files.snapshot else []
+    changes: list[ChangeFile] = []
+    of_epoch: dict[Epoch, int] = defaultdict(int)
+    for manifest in files.manifests:
+        for file in manifest.files:
+            if (file.stage, file.variable) == (stage.number, variable):
+                changes.append(file)
+                of_epoch[manifest.epoch] += file.rows
+    return snapshot, changes, max(of_epoch.values(), default=0)
+
+
+def _empty_folder(target_folder: str) -> Path:
+    if "://" in target_folder:
+        raise CheckpointError(f"State is exported to local folders only, and {target_folder} is none. Name one.")
+    folder = Path(target_folder).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise CheckpointError(f"The folder {folder} is not empty. Name an empty or new one.")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return folder
+
+
+def _export_variable(target: Path, layout: Layout, parts: Iterator[pa.Table]) -> int:
+    """A file that is there is whole: it gets its name last."""
+    schema = pa.schema([field.with_nullable(True) for field in list(layout.rows)[1:]])
+    temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
+    rows = 0
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+            for part in parts:
+                writer.write_table(pa.table(part.columns[1:], schema=schema))
+                rows += part.num_rows
+        temporary.replace(target)
+    except OSError as error:
+        raise _unwritable(target, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return rows
+
+
+def _unwritable(target: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot write {target}: {error.strerror or error}. Make sure that there is space and access, or name another "
+        f"folder."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints one line of JSON about the snapshot, or says on standard error why there is none."""
+    os.nice(19)
+    parser = argparse.ArgumentParser(prog="python -m anabranch.worker.compaction", description=compact.__doc__)
+    parser.add_argument("location", help="the checkpoint")
+    parser.add_argument("up_to", type=int, help="the epoch")
+    parser.add_argument("--to", help="where the snapshot goes, if that is another place")
+    parser.add_argument("--generation", type=int, help="of the driver that wants the snapshot; default: the newest")
+    options = parser.parse_args(arguments)
+    try:
+        storage = Storage(options.location)
+        generation = latest_generation(storage) if options.generation is None else Generation(options.generation)
+        target = Storage(options.to) if options.to else None
+        snapshot = compact(storage, Epoch(options.up_to), generation=generation, write_to=target)
+    except AnabranchError as error:
+        sys.stderr.write(f"There is no snapshot of epoch {options.up_to}: {error}\n")
+        return 1
+    result = {
+        "epoch": snapshot.epoch,
+        "files": len(snapshot.files),
+        "rows": sum(file.rows for file in snapshot.files),
+        "bytes": sum(file.bytes for file in snapshot.files),
+    }
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

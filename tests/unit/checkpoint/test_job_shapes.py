@@ -1,0 +1,272 @@
+"""A job whose state changes from one start to the next: what is allowed, what is saved, and what binds whom."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from anabranch.checkpoint import (
+    FORMAT_VERSION,
+    JobDescription,
+    Manifest,
+    Storage,
+    claim_generation,
+    create_or_check,
+    read_job,
+    write_manifest,
+)
+from anabranch.checkpoint.evolution import MEANING
+from anabranch.checkpoint.job import save_shape
+from anabranch.core.errors import CheckpointError, FencedError
+from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion
+from anabranch.core.requests import Run
+from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+
+COUNT, TOTAL = pa.field("count", pa.int64(), nullable=False), pa.field("total", pa.int64())
+ADDED = VariableSpec("added", VariableKind.VALUE, pa.schema([("x", pa.int8())]))
+
+Change = Callable[[StageSpec], StageSpec]
+
+
+@pytest.fixture
+def job(stage: StageSpec) -> JobDescription:
+    return JobDescription(FORMAT_VERSION, JobId("first"), 1024, (stage,))
+
+
+def with_value(stage: StageSpec, *fields: pa.Field | tuple[str, pa.DataType]) -> StageSpec:
+    """The stage with these fields in its variable ``value``."""
+    value, *others = stage.variables
+    return replace(stage, variables=(replace(value, value=pa.schema(list(fields))), *others))
+
+
+def changed(job: JobDescription, change: Change) -> JobDescription:
+    return replace(job, stages=tuple(change(stage) for stage in job.stages))
+
+
+def start(storage: Storage, job: JobDescription) -> tuple[JobDescription, Generation, bool]:
+    """What a driver does before its first epoch; whether it saved a shape."""
+    accepted = create_or_check(storage, job)
+    generation = claim_generation(storage, {})
+    return accepted, generation, save_shape(storage, accepted, generation)
+
+
+def commit(storage: Storage, epoch: int, generation: Generation, *, in_spark: bool = True) -> None:
+    write_manifest(storage, Manifest(Epoch(epoch), generation, Run(0), RouteVersion(1), ()))
+    if in_spark:
+        storage.write(f"commits/{epoch}", b"v1")
+
+
+def refusal(storage: Storage, wanted: JobDescription) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        create_or_check(storage, wanted)
+    return str(caught.value)
+
+
+ALLOWED: dict[str, Change] = {
+    "a new field": lambda s: with_value(s, COUNT, TOTAL, ("last", pa.string())),
+    "another order": lambda s: with_value(s, TOTAL, COUNT),
+    "a new field in front": lambda s: with_value(s, ("first", pa.string()), COUNT, TOTAL),
+    "a new variable": lambda s: replace(s, variables=(ADDED, *s.variables)),
+    "a variable less": lambda s: replace(s, variables=s.variables[1:]),
+    "a variable of another name": lambda s: replace(
+        s, variables=(replace(s.variables[0], name="other"), *s.variables[1:])
+    ),
+    "other nullability": lambda s: with_value(s, ("count", pa.int64()), TOTAL),
+}
+
+
+@pytest.mark.parametrize("change", ALLOWED.values(), ids=ALLOWED)
+def test_an_allowed_change_is_saved_once_and_job_json_stays(
+    storage: Storage, job: JobDescription, change: Change
+) -> None:
+    assert start(storage, job) == (job, 1, False)
+    commit(storage, 0, Generation(1))
+    written = storage.read("anabranch/job.json")
+    wanted = changed(job, change)
+    assert start(storage, replace(wanted, job_id=JobId("second"))) == (wanted, 2, True)
+    assert storage.list_names("anabranch/shapes") == ["00000002.json"]
+    assert read_job(storage) == wanted
+    commit(storage, 1, Generation(2))
+    assert start(storage, wanted) == (wanted, 3, False)
+    assert storage.list_names("anabranch/shapes") == ["00000002.json"]
+    assert storage.read("anabranch/job.json") == written
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "narrower": (
+        lambda s: with_value(s, ("count", pa.int32()), TOTAL),
+        "the state variable value of stage2 is a value of (count bigint, total bigint) in the checkpoint and a value "
+        "of (count int, total bigint) in this query: field count cannot change from bigint to int. Change it back, "
+        "give the state variable a new name, under which it starts empty, or use a new checkpoint.",
+    ),
+    "gone": (lambda s: with_value(s, COUNT), "field total is not in this query. Change it back, give the state"),
+    "never null": (
+        lambda s: with_value(s, COUNT, TOTAL, pa.field("last", pa.int8(), nullable=False)),
+        "(count bigint, total bigint, last tinyint) in this query: field last is new and may not be null.",
+    ),
+    "another kind": (
+        lambda s: replace(s, variables=(replace(s.variables[0], kind=VariableKind.LIST), *s.variables[1:])),
+        "a value cannot become a list",
+    ),
+    "another map key": (
+        lambda s: replace(
+            s, variables=(*s.variables[:2], replace(s.variables[2], map_key=pa.schema([("page", pa.large_string())])))
+        ),
+        "the key of a map cannot change",
+    ),
+    "a wider key": (
+        lambda s: replace(s, key=pa.schema([("user", pa.float64())])),
+        "the key of stage2 is (user bigint) in the checkpoint and (user double) in this query. A key cannot change",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "expected"), REFUSED.values(), ids=REFUSED)
+def test_other_changes_are_refused_and_nothing_is_written(
+    storage: Storage, job: JobDescription, change: Change, expected: str
+) -> None:
+    _, generation, _ = start(storage, job)
+    assert expected in refusal(storage, changed(job, change))
+    with pytest.raises(CheckpointError, match="does not fit this query"):
+        save_shape(storage, changed(job, change), generation)
+    assert storage.list_names("anabranch/shapes") == []
+
+
+def test_each_step_is_measured_against_the_one_before(storage: Storage, job: JobDescription, stage: StageSpec) -> None:
+    steps = [
+        with_value(stage, COUNT, TOTAL, ("n", pa.int8())),
+        with_value(stage, ("n", pa.int32()), COUNT, TOTAL),
+        with_value(stage, ("n", pa.float64()), COUNT, TOTAL, ("m", pa.string())),
+    ]
+    start(storage, job)
+    for epoch, step in enumerate(steps):
+        wanted = replace(job, stages=(step,))
+        _, generation, saved = start(storage, wanted)
+        assert saved
+        commit(storage, epoch, generation)
+        assert read_job(storage) == wanted
+    assert "field n is not in this query, field m is not in this query" in refusal(storage, job)
+    back = replace(job, stages=(steps[1],))
+    assert "field n cannot change from double to int, field m is not in this query" in refusal(storage, back)
+
+
+def test_a_version_that_failed_before_its_first_epoch_can_be_taken_back(
+    storage: Storage, job: JobDescription, stage: StageSpec
+) -> None:
+    wider = replace(job, stages=(with_value(stage, COUNT, TOTAL, ("n", pa.int8())),))
+    _, first, _ = start(storage, job)
+    commit(storage, 0, first)
+    _, second, _ = start(storage, wider)
+    commit(storage, 1, second, in_spark=False)
+    # Also to something else altogether.
+    other = replace(job, stages=(with_value(stage, COUNT, TOTAL, ("n", pa.string())),))
+    assert create_or_check(storage, other) == other
+    _, third, saved = start(storage, job)
+    assert saved, "the newest shape is not that of this query"
+    commit(storage, 1, third)
+    assert read_job(storage) == job
+    assert start(storage, other)[2]
+
+
+def test_a_version_that_committed_an_epoch_binds_the_next(
+    storage: Storage, job: JobDescription, stage: StageSpec
+) -> None:
+    wider = replace(job, stages=(with_value(stage, COUNT, TOTAL, ("n", pa.int8())),))
+    _, first, _ = start(storage, job)
+    commit(storage, 0, first)
+    start(storage, wider)
+    _, third, saved = start(storage, wider)
+    assert not saved
+    commit(storage, 1, third)
+    assert "field n is not in this query" in refusal(storage, job)
+
+
+def test_without_epochs_the_newest_shape_binds(storage: Storage, job: JobDescription, stage: StageSpec) -> None:
+    start(storage, job)
+    start(storage, replace(job, stages=(with_value(stage, COUNT, TOTAL, ("n", pa.int8())),)))
+    assert "field n is not in this query" in refusal(storage, job)
+
+
+def test_a_removed_variable_is_remembered_until_it_comes_back(
+    storage: Storage, job: JobDescription, stage: StageSpec
+) -> None:
+    without = replace(job, stages=(replace(stage, variables=stage.variables[1:]),))
+    also = replace(job, stages=(replace(stage, variables=(ADDED, *stage.variables[1:])),))
+    wider = replace(job, stages=(with_value(stage, COUNT, TOTAL, ("n", pa.int8())),))
+    for epoch, version in enumerate([job, without, also]):
+        _, generation, _ = start(storage, version)
+        commit(storage, epoch, generation)
+    changed_meanwhile = replace(job, stages=(with_value(stage, ("count", pa.string()), TOTAL),))
+    message = refusal(storage, changed_meanwhile)
+    assert "is a value of (count bigint, total bigint) in the checkpoint and a value of (count string, tot" in message
+    _, generation, _ = start(storage, wider)
+    commit(storage, 3, generation)
+    # Back in the query, it is no longer what it was when it was removed.
+    assert "field n is not in this query" in refusal(storage, job)
+
+
+def test_a_new_field_that_would_rename_the_column_of_another_is_refused(storage: Storage, job: JobDescription) -> None:
+    def with_fields(*names: str) -> JobDescription:
+        return changed(job, lambda stage: with_value(stage, *((name, pa.int64()) for name in names)))
+
+    # The key is called user, so the column of the value field user is called value.user.
+    start(storage, with_fields("user", "n"))
+    message = refusal(storage, with_fields("user", "n", "value.user"))
+    assert "field user is the column value.user of files, which would now be called value.value.user" in message
+    create_or_check(storage, with_fields("n", "m", "user"))
+
+
+def test_an_aggregate_of_the_same_name_and_type_but_another_function_is_refused(
+    storage: Storage, job: JobDescription
+) -> None:
+    def with_function(function: bytes) -> JobDescription:
+        return changed(job, lambda stage: with_value(stage, COUNT, TOTAL.with_metadata({MEANING: function})))
+
+    start(storage, job)
+    assert start(storage, with_function(b"sum"))[2], "now it is known what total means"
+    message = refusal(storage, with_function(b"max"))
+    assert "field total is sum in the checkpoint and max in this query" in message
+
+
+def test_a_driver_that_was_replaced_saves_nothing(storage: Storage, job: JobDescription) -> None:
+    _, generation, _ = start(storage, job)
+    claim_generation(storage, {})
+    with pytest.raises(FencedError):
+        save_shape(storage, changed(job, ALLOWED["a new variable"]), generation)
+    assert storage.list_names("anabranch/shapes") == []
+
+
+def test_what_an_older_driver_committed_until_it_was_fenced_counts(
+    storage: Storage, job: JobDescription, stage: StageSpec
+) -> None:
+    _, first, _ = start(storage, job)
+    commit(storage, 0, first)
+    _, second, _ = start(storage, replace(job, stages=(with_value(stage, COUNT, TOTAL, ("n", pa.int8())),)))
+    accepted = create_or_check(storage, job)
+    commit(storage, 1, second)
+    third = claim_generation(storage, {})
+    with pytest.raises(CheckpointError, match="field n is not in this query"):
+        save_shape(storage, accepted, third)
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-20], lambda raw: raw.replace(b'"variables"', b'"wariables"')])
+def test_a_damaged_shape_is_an_error_that_names_the_file(
+    storage: Storage, job: JobDescription, damage: Callable[[bytes], bytes]
+) -> None:
+    start(storage, job)
+    start(storage, changed(job, ALLOWED["a new variable"]))
+    path = Path(storage.full_path("anabranch/shapes/00000002.json"))
+    path.write_bytes(damage(path.read_bytes()))
+    for read in (lambda: read_job(storage), lambda: create_or_check(storage, job)):
+        with pytest.raises(CheckpointError, match=rf"{path} is damaged.*use a new checkpoint"):
+            read()
+
+
+def test_a_shape_in_the_place_of_another_is_an_error(storage: Storage, job: JobDescription) -> None:
+    start(storage, job)
+    start(storage, changed(job, ALLOWED["a new variable"]))
+    storage.write("anabranch/shapes/00000003.json", storage.read("anabranch/shapes/00000002.json"))
+    with pytest.raises(CheckpointError, match=r"00000003\.json is damaged: .*it is of generation 2"):
+        read_job(storage)
