@@ -17,9 +17,11 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor, Stateful
 from streams import Collector, EpochFeed
 
 import anabranch
+from anabranch.checkpoint.manifests import manifest_epochs
 from anabranch.checkpoint.snapshots import snapshot_epochs
 from anabranch.checkpoint.storage import Storage
 from anabranch.checkpoint.verify import verify
+from anabranch.control.coordinator import Coordinator
 from anabranch.core.errors import CheckpointError
 from s3server import running_s3
 
@@ -197,3 +199,46 @@ def test_another_function_under_the_same_name_is_refused(counting_feed: EpochFee
     drain(query(F.sum))
     with pytest.raises(CheckpointError, match="x"):
         query(F.max).start()
+
+
+VOLATILE = {**ONE_WORKER, "anabranch.checkpointInterval": 3600}
+
+
+def test_epochs_that_are_not_durable_are_run_again_when_a_worker_is_lost(
+    counting_feed: EpochFeed, expected: list[Counter[Any]], tmp_path: Path
+) -> None:
+    collector = Collector()
+    feed = EpochFeed(counting_feed.spark, tmp_path / "input", SCHEMA)
+    writer = writer_of(counted(anabranch.stream(feed.stream())), tmp_path / "ck", **VOLATILE)
+    query = writer.foreachBatch(collector).start()
+    try:
+        for number, rows in enumerate(EPOCHS):
+            feed.add(rows)
+            if number == 6:
+                assert manifest_epochs(Storage(str(tmp_path / "ck"))) == []
+                os.kill(query.workers()[0]["pid"], signal.SIGKILL)
+            query.processAllAvailable()
+        assert multiset(query.state("stage1").collect()) == expected[8]
+    finally:
+        query.stop()
+    assert [multiset(collector.epochs[epoch]) for epoch in range(9)] == expected
+    assert manifest_epochs(Storage(str(tmp_path / "ck"))) == list(range(9)), "a stop makes all epochs durable"
+
+
+def test_epochs_that_are_not_durable_are_repeated_after_a_driver_was_lost(
+    counting_feed: EpochFeed, expected: list[Counter[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        # As if the driver had died: nothing is made durable at the end.
+        patch.setattr(Coordinator, "flush", lambda _: None)
+        first = Collector()
+        feed = EpochFeed(counting_feed.spark, tmp_path / "input", SCHEMA)
+        feed.add(*EPOCHS[:5])
+        stream = counted(anabranch.stream(feed.stream()))
+        drain(writer_of(stream, tmp_path / "ck", **VOLATILE).foreachBatch(first))
+    assert manifest_epochs(Storage(str(tmp_path / "ck"))) == []
+    feed.add(*EPOCHS[5:])
+    second = Collector()
+    drain(writer_of(counted(anabranch.stream(feed.stream())), tmp_path / "ck", **VOLATILE).foreachBatch(second))
+    assert [multiset(first.epochs[epoch]) for epoch in range(5)] == expected[:5]
+    assert [multiset(second.epochs[epoch]) for epoch in range(9)] == expected

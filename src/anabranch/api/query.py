@@ -185,11 +185,7 @@ class StreamQuery:
         return document
 
     def _explained(self, error: Exception) -> Exception:
-        """The error as Anabranch raised it, which says what to do; Spark's own wraps it in stack traces."""
-        cause = self._loop.error
-        if isinstance(cause, AnabranchError):
-            return cause
-        return _raised_in_task(str(error)) or error
+        return explained(self._loop, error)
 
     def _need_workers(self) -> None:
         if self._is_released:
@@ -209,6 +205,13 @@ class StreamQuery:
                 return
             self._is_released = True
             self._release()
+
+
+def explained(loop: EpochLoop, error: Exception) -> Exception:
+    """The error as Anabranch raised it, which says what to do; Spark's own wraps it in stack traces."""
+    if isinstance(loop.error, AnabranchError):
+        return loop.error
+    return _raised_in_task(str(error)) or error
 
 
 def _raised_in_task(report: str) -> AnabranchError | None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from anabranch.api.locations import qualified
-from anabranch.api.query import StreamQuery
+from anabranch.api.query import StreamQuery, explained
+from anabranch.checkpoint import rewind
+from anabranch.checkpoint.storage import Storage
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.launcher import EmbeddedWorkers
 from anabranch.control.members import Member, Membership, connect, discover
@@ -25,6 +29,8 @@ from anabranch.engine.loop import EpochLoop
 from anabranch.engine.sinks import Sink
 from anabranch.engine.streamfacts import SparkStream
 from anabranch.plan.pipeline import Pipeline
+
+logger = logging.getLogger(__name__)
 
 
 def start_query(
@@ -56,6 +62,7 @@ def start_query(
             shuffle_partitions=parallelism,
             stream=stream,
         )
+        _replay(pipeline, loop, location, stream)
         query = _start_spark(pipeline, loop, location, trigger, name)
         stream.attach(query)
         release = undo.pop_all().close
@@ -78,7 +85,13 @@ def _start_coordinator(
     if settings.savepoint:
         seed(location, settings.state_location, settings.savepoint)
     specs = [stage.spec for stage in pipeline.stateful_stages]
-    claimed = claim(location, specs, settings.key_groups, state_location=settings.state_location)
+    claimed = claim(
+        location,
+        specs,
+        settings.key_groups,
+        state_location=settings.state_location,
+        interval_s=settings.checkpoint_interval_s,
+    )
     workers = EmbeddedWorkers(
         store=settings.store,
         state_path=settings.state_path,
@@ -129,6 +142,21 @@ def _find_workers(settings: Settings, workers: EmbeddedWorkers) -> Membership:
         )
     started = workers.start(settings.workers)
     return connect(started, timeout_s=settings.request_timeout_s, token=settings.token)
+
+
+def _replay(pipeline: Pipeline, loop: EpochLoop, location: str, stream: SparkStream) -> None:
+    """Let Spark repeat the epochs that were put aside, one after the other, before it goes on with new ones."""
+    spark = Storage(location)
+    for epoch in rewind.pending(spark):
+        logger.warning("epoch %d is repeated from the offsets that it had", epoch)
+        rewind.put_back(spark, epoch)
+        query = _start_spark(pipeline, loop, location, {"once": True}, None)
+        stream.attach(query)
+        try:
+            query.awaitTermination()
+        except StreamingQueryException as error:
+            raise explained(loop, error) from error
+        rewind.done(spark, epoch)
 
 
 def _start_spark(

@@ -38,6 +38,8 @@ GENERATIONS = "anabranch/generations"
 ROUTES = "anabranch/routes"
 MANIFESTS = "anabranch/manifests"
 CHANGES = "anabranch/changes"
+#: Offsets of epochs that Spark is to run again, beside Spark's own.
+REPLAY = "anabranch/replay"
 SNAPSHOTS = "anabranch/snapshots"
 
 _NUMBER = re.compile(r"(\d+)")

@@ -85,6 +85,10 @@ class Cluster:
         self._watch = threading.Thread(target=self._run_watch, name="anabranch-heartbeat", daemon=True)
         self._watch.start()
 
+    def use(self, claimed: Claimed) -> None:
+        """The driver has claimed another generation."""
+        self._claimed = claimed
+
     def close(self) -> None:
         self._closed.set()
         self._watch.join()

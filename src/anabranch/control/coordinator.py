@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from anabranch.checkpoint.generations import check_generation, claim_generation
 from anabranch.checkpoint.manifests import ChangeFile, Manifest, write_manifest
 from anabranch.checkpoint.savepoints import Savepoint
 from anabranch.control.cluster import Cluster, Repair, WorkerSupply, status_of
 from anabranch.control.members import Member, Membership
-from anabranch.control.resume import Committed, Resumed
+from anabranch.control.resume import VOLATILE, Committed, Resumed
 from anabranch.control.savepoints import take_savepoint
 from anabranch.control.upkeep import Upkeep
 from anabranch.core import epoch_events as events
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, CheckpointError, EpochError, FencedError, LostWorkerError
-from anabranch.core.ids import Attempt, Epoch, Partition, StageNumber
-from anabranch.core.requests import Refusal, RunId, StageAttempt, StagePartition
+from anabranch.core.ids import Attempt, Epoch, Partition, StageNumber, WorkerId
+from anabranch.core.requests import Refusal, Run, RunId, StageAttempt, StagePartition
 from anabranch.core.routes import Route, assign_partitions, owners_of_partitions
 from anabranch.core.schemas import StageSpec
 from anabranch.core.settings import Settings
@@ -35,6 +38,8 @@ logger = logging.getLogger(__name__)
 _SCAN_ATTEMPTS = 10
 #: Requests to workers that are under way at the same time.
 _CALLS_AT_ONCE = 32
+#: Epochs that may be not durable at a time: Spark forgets the offsets of epochs after a hundred.
+_VOLATILE_EPOCHS_MAX = 50
 #: How often a call that takes long is checked on.
 _LOOK_INTERVAL_S = 0.2
 
@@ -57,7 +62,12 @@ class Coordinator:
         self.cluster = Cluster(resumed, members, settings, supply)
         self._upkeep = Upkeep(resumed.claimed, settings, resumed.files, self.cluster.files_in_use)
         self._machine = EpochMachine(resumed.committed.epoch)
-        self._committed_by = resumed.committed.by
+        #: The newest epoch that is durable, and the runs of those after it, which are part of the state all the same.
+        self._durable = resumed.committed
+        self._volatile: dict[Epoch, Run] = {}
+        self._durable_at_s = time.monotonic()
+        self._is_durable_now = True
+        self._changed_rows: dict[WorkerId, int] = {}
         self._pool = ThreadPoolExecutor(max_workers=_CALLS_AT_ONCE, thread_name_prefix="anabranch")
         self._accesses = self._make_accesses()
         self._changed: dict[str, int] = {}
@@ -76,6 +86,11 @@ class Coordinator:
     @property
     def committed_epoch(self) -> int:
         return self._machine.committed
+
+    @property
+    def durable_epoch(self) -> int:
+        """The newest epoch that is safe whatever dies; later ones are repeated from Spark's offsets then."""
+        return self._durable.epoch
 
     # ------------------------------------------------------------------------------------------- the epoch
 
@@ -104,8 +119,10 @@ class Coordinator:
         return {stage: frozenset(partitions) for stage, partitions in missing.items()}
 
     def commit(self, epoch: int) -> Mapping[str, Any]:
+        due = time.monotonic() - self._durable_at_s >= self._settings.checkpoint_interval_s
+        self._is_durable_now = due or len(self._volatile) >= _VOLATILE_EPOCHS_MAX
         self._drive(events.SinkWritten(self._machine.run))
-        self._upkeep.after_epoch(Epoch(epoch - 1), self._changed["changedRows"])
+        self._upkeep.after_epoch(Epoch(min(epoch - 1, self._durable.epoch)), self._changed["changedRows"])
         repairs = self.repairs[self._reported_repairs :]
         self._reported_repairs = len(self.repairs)
         return {
@@ -113,6 +130,7 @@ class Coordinator:
             "run": int(self._machine.run),
             "routeVersion": self.route.version,
             "workers": len(self.members),
+            "durableEpoch": int(self._durable.epoch),
             "repairs": [repair.to_json() for repair in repairs],
             **self._changed,
         }
@@ -124,16 +142,40 @@ class Coordinator:
             logger.info("epoch %d aborted: %s", epoch, error)
 
     def recover(self, epoch: int) -> bool:
-        """After a failed run: bring lost workers' key groups to others. False if no worker is to blame."""
+        """After a failed run: bring lost workers' key groups to others. False if no worker is to blame.
+
+        Epochs after the durable one are lost with a worker: then all state returns to that one.
+        """
         if self._machine.fenced or not self.cluster.look_for_losses():
             return False
+        if self._volatile:
+            self._return_to_durable_epoch()
         self._repair(epoch)
         return True
 
     def _repair(self, epoch: int) -> None:
-        committed = Committed(self._machine.committed, self._committed_by)
-        self.repairs.append(self.cluster.repair(Epoch(epoch), committed))
+        if self._volatile:
+            self.flush()
+        self.repairs.append(self.cluster.repair(Epoch(epoch), self._durable))
         self._accesses = self._make_accesses()
+
+    def _return_to_durable_epoch(self) -> None:
+        """As a new generation: for the old one, no worker ever goes back."""
+        logger.warning("epochs %s were not durable and are run again", sorted(self._volatile))
+        info = {"returns_to": self._durable.epoch, VOLATILE: True}
+        generation = claim_generation(self._claimed.storage, info)
+        self._claimed = replace(self._claimed, generation=generation)
+        self.cluster.use(self._claimed)
+        self._upkeep.use(self._claimed)
+        self._machine.rewind(self._durable.epoch)
+        self._volatile.clear()
+
+    def flush(self) -> None:
+        """Make all committed epochs durable."""
+        if not self._volatile:
+            return
+        answers = self._on_all(lambda member: self._call(member, messages.Flush(**self._job())))
+        self._write_manifests([_file(pair) for answer in answers for pair in answer["files"]])
 
     def status(self) -> Mapping[str, Any]:
         return {**status_of(self.cluster, self.repairs), "lastSnapshot": self._upkeep.last_snapshot}
@@ -174,7 +216,11 @@ class Coordinator:
         ]
 
     def close(self) -> None:
-        """Take leave of the workers."""
+        """Take leave of the workers, and leave nothing behind that is not durable."""
+        try:
+            self.flush()
+        except AnabranchError as error:
+            logger.warning("the last epochs are not durable, and will be repeated: %s", error)
         for member in self.members:
             try:
                 self._call(member, messages.CloseJob(**self._job()))
@@ -246,32 +292,47 @@ class Coordinator:
                 return events.SealsReported(run, member.worker, frozenset(map(_attempt, answer["attempts"])))
             case events.PrepareOn():
                 chosen = [list(attempt) for attempt in sorted(instruction.chosen)]
-                answer = self._call(member, messages.Prepare(**numbers, chosen=chosen))
-                return events.WorkerPrepared(run, member.worker, tuple(ChangeFile(**f) for f in answer["files"]))
+                request = messages.Prepare(**numbers, chosen=chosen, durable=self._is_durable_now)
+                answer = self._call(member, request)
+                self._changed_rows[member.worker] = answer["rows"]
+                return events.WorkerPrepared(run, member.worker, tuple(_file(pair) for pair in answer["files"]))
             case events.CommitOn():
                 self._call(member, messages.Commit(**numbers))
                 return events.WorkerCommitted(run, member.worker)
 
     def _write_manifest(self, instruction: events.WriteManifest) -> events.Event:
-        manifest = Manifest(
-            epoch=instruction.epoch,
-            generation=self._claimed.generation,
-            run=instruction.run,
-            route_version=self.route.version,
-            files=instruction.files,
-        )
         self._changed = {
-            "changedRows": sum(file.rows for file in instruction.files),
-            "changedBytes": sum(file.bytes for file in instruction.files),
+            "changedRows": sum(self._changed_rows.get(worker, 0) for worker in self.cluster.members.workers),
+            "changedBytes": sum(file.bytes for _, file in instruction.files),
         }
         try:
-            write_manifest(self._claimed.storage, manifest)
+            if self._is_durable_now:
+                self._volatile[instruction.epoch] = instruction.run
+                self._write_manifests(instruction.files)
+            else:
+                check_generation(self._claimed.storage, self._claimed.generation)
+                self._volatile[instruction.epoch] = instruction.run
         except FencedError as error:
             return events.ManifestFailed(instruction.run, str(error), fenced=True)
         except CheckpointError as error:
+            self._volatile.pop(instruction.epoch, None)
             return events.ManifestFailed(instruction.run, str(error))
-        self._committed_by = RunId(self._claimed.generation, instruction.run)
         return events.ManifestWritten(instruction.run)
+
+    def _write_manifests(self, files: Sequence[tuple[Epoch, ChangeFile]]) -> None:
+        """Of all epochs that are not durable, oldest first: so whatever is there is whole."""
+        for epoch, run in sorted(self._volatile.items()):
+            manifest = Manifest(
+                epoch=epoch,
+                generation=self._claimed.generation,
+                run=run,
+                route_version=self.route.version,
+                files=tuple(file for of, file in files if of == epoch),
+            )
+            write_manifest(self._claimed.storage, manifest)
+            self._durable = Committed(epoch, RunId(self._claimed.generation, run))
+            del self._volatile[epoch]
+        self._durable_at_s = time.monotonic()
 
     def _abort_on(self, aborts: Sequence[events.AbortOn]) -> None:
         for abort in aborts:
@@ -321,6 +382,10 @@ class Coordinator:
 
     def _job(self) -> dict[str, Any]:
         return {"job": self._claimed.job.job_id, "generation": self._claimed.generation}
+
+
+def _file(pair: Sequence[Any]) -> tuple[Epoch, ChangeFile]:
+    return Epoch(pair[0]), ChangeFile(**pair[1])
 
 
 def _attempt(numbers: Sequence[int]) -> StageAttempt:

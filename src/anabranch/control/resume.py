@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from anabranch.checkpoint.documents import FORMAT_VERSION
-from anabranch.checkpoint.generations import claim_generation
+from anabranch.checkpoint.generations import NO_GENERATION, claim_generation, generation_info, latest_generation
 from anabranch.checkpoint.job import JobDescription, create_or_check, save_shape
 from anabranch.checkpoint.manifests import remove_after
+from anabranch.checkpoint.rewind import newest_durable_epoch, rewind
 from anabranch.checkpoint.routes import newest_route, save_route
 from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.checkpoint.statefiles import StateFiles, state_files
@@ -27,6 +28,9 @@ from anabranch.wire import messages
 
 logger = logging.getLogger(__name__)
 
+#: In what a driver says about itself: whether epochs may be not durable for a while.
+VOLATILE = "checkpoint_interval"
+
 
 @dataclass(frozen=True)
 class Claimed:
@@ -37,6 +41,8 @@ class Claimed:
     spark: Storage
     job: JobDescription
     generation: Generation
+    #: Whether the driver before this one did not make every epoch durable.
+    is_volatile: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,21 +63,31 @@ class Resumed:
     files: StateFiles
 
 
-def claim(location: str, stages: Sequence[StageSpec], key_groups: int, *, state_location: str = "") -> Claimed:
+def claim(
+    location: str,
+    stages: Sequence[StageSpec],
+    key_groups: int,
+    *,
+    state_location: str = "",
+    interval_s: float = 0.0,
+) -> Claimed:
     """Check that the checkpoint is this job's, and fence every earlier driver."""
     spark = Storage(location)
     storage = Storage(state_location) if state_location else spark
     wanted = JobDescription(FORMAT_VERSION, JobId(uuid.uuid4().hex), key_groups, tuple(stages))
     job = create_or_check(storage, wanted, spark)
-    generation = claim_generation(storage, {"host": socket.gethostname(), "pid": os.getpid()})
+    before = latest_generation(storage)
+    is_volatile = before != NO_GENERATION and bool(generation_info(storage, before).get(VOLATILE))
+    info = {"host": socket.gethostname(), "pid": os.getpid(), VOLATILE: interval_s or is_volatile}
+    generation = claim_generation(storage, info)
     save_shape(storage, job, generation, spark)
-    return Claimed(storage, spark, job, generation)
+    return Claimed(storage, spark, job, generation, is_volatile)
 
 
 def resume(claimed: Claimed, members: Membership) -> Resumed:
     """Open the job on all workers at the last epoch that Spark committed."""
     storage = claimed.storage
-    epoch = last_committed_epoch(claimed.spark)
+    epoch = _return_to_durable_epoch(claimed)
     files = state_files(storage, epoch)
     remove_after(storage, epoch)
     route = _route(claimed, members, Epoch(epoch + 1))
@@ -79,6 +95,18 @@ def resume(claimed: Claimed, members: Membership) -> Resumed:
     open_on_all(claimed, members, route, committed, files)
     logger.info("job %s resumes after epoch %d, generation %d", claimed.job.job_id, epoch, claimed.generation)
     return Resumed(claimed, route, committed, files)
+
+
+def _return_to_durable_epoch(claimed: Claimed) -> Epoch:
+    """The last epoch that Spark committed; in a job that does not make every epoch durable, the last durable one."""
+    committed = last_committed_epoch(claimed.spark)
+    if not claimed.is_volatile:
+        return committed
+    durable = newest_durable_epoch(claimed.storage, committed)
+    if durable < committed:
+        repeated = rewind(claimed.spark, claimed.storage, durable)
+        logger.warning("epochs %s were not durable, and are repeated", repeated)
+    return durable
 
 
 def open_on_all(claimed: Claimed, members: Membership, route: Route, committed: Committed, files: StateFiles) -> None:

@@ -57,6 +57,10 @@ class Upkeep:
         self.snapshots = 0
         self.last_snapshot: Epoch | None = files.snapshot.epoch if files.snapshot is not None else None
 
+    def use(self, claimed: Claimed) -> None:
+        """The driver has claimed another generation."""
+        self._claimed = claimed
+
     def after_epoch(self, committed: Epoch, changed_rows: int) -> None:
         """``committed`` is an epoch that Spark has committed: the one before the epoch that has just ended."""
         self._changes += changed_rows

@@ -96,6 +96,11 @@ class EpochMachine:
                 return self._handle_run_event(event)
         return []
 
+    def rewind(self, committed: Epoch) -> None:
+        """Return to an older epoch, whose state the workers are given again. Runs go on counting."""
+        self._end()
+        self.committed = committed
+
     def check(self) -> None:
         """Check the invariants that the attributes' comments state."""
         waits = (Step.BEGINNING, Step.COLLECTING, Step.PREPARING, Step.COMMITTING)

@@ -40,6 +40,9 @@ class Settings:
     )
     heartbeat_s: float = _setting(1.0, "heartbeat", "seconds from one look at whether workers are alive to the next")
     start_timeout_s: float = _setting(60.0, "startTimeout", "seconds to wait for a worker to start or be reached")
+    checkpoint_interval_s: float = _setting(
+        0.0, "checkpointInterval", "seconds from one durable epoch to the next; 0: every epoch is durable"
+    )
     snapshot_epochs: int = _setting(200, "snapshotEpochs", "a snapshot is made after at most so many epochs")
     keep_epochs: int = _setting(10, "keepEpochs", "how many of the newest epochs can be restored")
     keep_s: float = _setting(0.0, "keepSeconds", "epochs younger than this can be restored as well")
@@ -64,6 +67,9 @@ class Settings:
         for name in ("request_timeout_s", "worker_timeout_s", "heartbeat_s", "start_timeout_s"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{PREFIX}{_FIELDS_BY_ATTRIBUTE[name]} must be more than 0 seconds.")
+        for name in ("checkpoint_interval_s", "keep_s"):
+            if not getattr(self, name) >= 0:
+                raise SettingsError(f"{PREFIX}{_FIELDS_BY_ATTRIBUTE[name]} must not be negative.")
         for address in self.worker_addresses:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:

@@ -50,7 +50,18 @@ class Coordinator(Protocol):
         """Forget what was staged. Never raises: it runs while another error is on its way."""
 
     def recover(self, epoch: int) -> bool:
-        """After an abort: whether the failure was that of a worker, whose part has been given to others."""
+        """After an abort: whether the failure was that of a worker, whose part has been given to others.
+
+        The state may be that of an older epoch then: the committed ones after it have to be run again.
+        """
+
+    @property
+    def committed_epoch(self) -> int:
+        """The newest epoch that is part of the state."""
+
+    @property
+    def durable_epoch(self) -> int:
+        """The newest epoch that the state never goes back behind."""
 
 
 class StreamFacts(Protocol):
@@ -83,6 +94,8 @@ class EpochLoop:
         self._shuffle_partitions = shuffle_partitions
         self._stream = stream
         self._templates = Templates()
+        #: Rows and watermark of epochs that are not durable: what they did to the state may have to be done again.
+        self._volatile: dict[int, tuple[DataFrame, int | None]] = {}
         self._configured = False
         #: Held while an epoch runs, so that a stop can wait for its end.
         self.running = threading.Lock()
@@ -105,7 +118,10 @@ class EpochLoop:
         """Run the epoch, and again if a worker was lost meanwhile: state and input are as they were before."""
         for left in reversed(range(_MAX_RUNS)):
             try:
-                self._run(rows, epoch)
+                for earlier, (its_rows, its_watermark_ms) in sorted(self._volatile.items()):
+                    if earlier > self._coordinator.committed_epoch:
+                        self._run(its_rows, earlier, its_watermark_ms)
+                self._run(rows, epoch, self._stream.watermark_ms())
                 return
             except Exception as error:
                 self._coordinator.abort(epoch)
@@ -125,7 +141,7 @@ class EpochLoop:
             except Py4JJavaError:
                 raise _InterruptedBySparkError from None
 
-    def _run(self, rows: DataFrame, epoch: int) -> None:
+    def _run(self, rows: DataFrame, epoch: int, watermark_ms: int | None) -> None:
         clock = _Stopwatch()
         self._configure(rows)
         number = self._coordinator.begin(epoch)
@@ -133,7 +149,7 @@ class EpochLoop:
             epoch=epoch,
             run=number,
             processing_time_ms=time.time_ns() // 1_000_000,
-            watermark_ms=self._stream.watermark_ms(),
+            watermark_ms=watermark_ms,
         )
         task_epoch.announce(rows.sparkSession)
         clock.lap("begin")
@@ -149,6 +165,9 @@ class EpochLoop:
             run.release()
         figures = self._coordinator.commit(epoch)
         clock.lap("commit")
+        self._volatile[epoch] = rows, watermark_ms
+        for durable in [each for each in self._volatile if each <= self._coordinator.durable_epoch]:
+            del self._volatile[durable]
         self.reports.append((epoch, {**figures, "durationMs": clock.laps_ms, "watermarkMs": task_epoch.watermark_ms}))
         logger.info("epoch %d committed: %s", epoch, clock.laps_ms)
 

@@ -131,9 +131,14 @@ class Seals(EpochRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(EpochRequest):
-    """Make the chosen attempts ([stage, partition, attempt]) durable; answers with the change files."""
+    """Choose the attempts ([stage, partition, attempt]) that count, and make their changes durable.
+
+    Answers with the change files: [epoch, file], of this epoch and of those before it that were not made durable.
+    """
 
     chosen: list[list[int]]
+    #: False: leave it to a later epoch.
+    durable: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +149,11 @@ class Commit(EpochRequest):
 @dataclass(frozen=True, kw_only=True)
 class Abort(EpochRequest):
     """Forget what was staged in `epoch`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flush(JobRequest):
+    """Make all committed epochs durable that are not yet; answers as Prepare does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -60,6 +60,10 @@ class WorkerJob:
         self._staged: dict[StageAttempt, list[Tables]] = {}
         #: The chosen changes of the epoch that is prepared, by stage and variable.
         self._prepared: dict[tuple[int, str], pa.Table] = {}
+        self._prepared_by = RunId(Generation(0), requests.NO_RUN)
+        #: Epochs that are part of the state and not durable yet, oldest first: each with its run and changes.
+        self._deferred: list[tuple[Epoch, RunId, dict[tuple[int, str], pa.Table]]] = []
+        self._defers = False
         #: For stages whose keys expire, made when they first ask.
         self._expiries: dict[tuple[int, str], ExpiryIndex] = {}
         self._routing: dict[str, Any] = {}
@@ -205,8 +209,20 @@ class WorkerJob:
             for instruction in instructions:
                 if isinstance(instruction, requests.WriteChangeFiles):
                     self._prepared = self._combine(instruction.attempts)
-                    files = self._write_files(instruction.epoch, instruction.run)
-        return {"files": [asdict(file) for file in files]}
+                    self._prepared_by = instruction.run
+                    self._defers = not request.durable
+                    if request.durable:
+                        files = self._write_deferred()
+                        files += self._write_files(instruction.epoch, instruction.run, self._prepared)
+            rows = sum(len(changes) for changes in self._prepared.values())
+        return {"files": files, "rows": rows}
+
+    def flush(self, request: messages.Flush) -> dict[str, Any]:
+        with self._lock:
+            self._check_generation(request)
+            files = self._write_deferred()
+            self._deferred = []
+        return {"files": files}
 
     def commit(self, request: messages.Commit) -> dict[str, Any]:
         with self._lock:
@@ -264,6 +280,7 @@ class WorkerJob:
                 case requests.DropLayersAfter():
                     for state in self._states.values():
                         state.drop_layers_after(instruction.epoch)
+                    self._deferred = [deferred for deferred in self._deferred if deferred[0] <= instruction.epoch]
                     self._expiries = {}
                 case requests.FoldUpTo():
                     self._folds.append(self._folder.submit(self._fold, list(self._states.values()), instruction.epoch))
@@ -276,6 +293,10 @@ class WorkerJob:
             elif (expiry := self._expiries.get((stage, variable))) is not None:
                 expiry.note(changes)
             state.add_layer(epoch, changes)
+        if self._defers:
+            self._deferred.append((epoch, self._prepared_by, self._prepared))
+        else:
+            self._deferred = []
         self._prepared = {}
         self._staged = {}
 
@@ -292,15 +313,18 @@ class WorkerJob:
                     parts.setdefault((attempt.stage, variable), []).append(table)
         return {key: pa.concat_tables(tables).combine_chunks() for key, tables in parts.items()}
 
-    def _write_files(self, epoch: Epoch, run: RunId) -> list[ChangeFile]:
+    def _write_deferred(self) -> list[list[Any]]:
+        return [file for deferred in self._deferred for file in self._write_files(*deferred)]
+
+    def _write_files(self, epoch: Epoch, run: RunId, tables: Mapping[tuple[int, str], pa.Table]) -> list[list[Any]]:
         files = []
-        for (stage, variable), changes in sorted(self._prepared.items()):
+        for (stage, variable), changes in sorted(tables.items()):
             spec = self._stages[stage]
             path = paths.change_file(
                 spec.name, variable, epoch=epoch, generation=run.generation, run=run.run, worker=self._worker
             )
             written = write_changes(self._checkpoint(), path, spec.layouts[variable], self._key_groups, changes)
-            files.append(ChangeFile(spec.number, variable, self._worker, path, *written))
+            files.append([epoch, asdict(ChangeFile(spec.number, variable, self._worker, path, *written))])
         return files
 
     # ----------------------------------------------------------------------------------------------- lookups
@@ -309,7 +333,7 @@ class WorkerJob:
         self._holdings.close()
         for state in self._states.values():
             state.close()
-        self._staged, self._prepared, self._expiries = {}, {}, {}
+        self._staged, self._prepared, self._expiries, self._deferred = {}, {}, {}, []
         self._states = {}
         for spec in self._stages.values():
             for variable, layout in spec.layouts.items():

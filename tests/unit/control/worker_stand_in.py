@@ -45,7 +45,7 @@ class StandIn:
             case messages.Seals():
                 return {"attempts": self.sealed}, {}
             case messages.Prepare():
-                return {"files": [self.file(request)] if request.chosen else []}, {}
+                return {"files": [[request.epoch, self.file(request)]] if request.chosen else [], "rows": 3}, {}
             case messages.Describe():
                 return {"pendingGroups": 0, "variables": [{"stage": 1, "variable": "v", "rows": 2, "bytes": 30}]}, {}
         return {}, {}

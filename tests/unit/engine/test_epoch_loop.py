@@ -84,6 +84,9 @@ class Control:
     #: What `recover` answers, one after another; then no worker is to blame.
     recoveries: list[bool] = field(default_factory=list)
 
+    committed_epoch: int = -1
+    durable_epoch: int = 1_000
+
     def begin(self, epoch: int) -> int:
         self.journal.append(f"begin {epoch}")
         return 0
