@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli_checkpoint import checkpoint_app, savepoint
+from anabranch.cli_checkpoint import checkpoint_app
+from anabranch.cli_history import savepoint
 from anabranch.core.errors import AnabranchError
 from anabranch.core.settings import STORES
 from anabranch.demo.command import demo

@@ -37,8 +37,6 @@ _T = TypeVar("_T")
 
 #: Data that no document names may belong to a snapshot that somebody is writing, for so long.
 _ORPHAN_AGE_S = 3600.0
-#: How often something is tried on a checkpoint that changes meanwhile.
-_TRIES = 3
 #: Of tables that go to a file or another program: paths should stay in one piece.
 _PLAIN_WIDTH = 200
 
@@ -58,7 +56,7 @@ checkpoint_app = typer.Typer(
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """A checkpoint: where the state is, and where Spark keeps its own logs."""
 
     storage: Storage
@@ -77,7 +75,7 @@ class _Place:
 @checkpoint_app.command("list")
 def list_epochs(checkpoint: Checkpoint, state_location: StateLocation = "", as_json: AsJson = False) -> None:
     """List the epochs and snapshots of a checkpoint, with the rows that each has by stage."""
-    place = _find(checkpoint, state_location)
+    place = find(checkpoint, state_location)
     found = replace(describe(place.storage), committed=place.committed)
     names = {stage.number: stage.name for stage in read_job(place.storage).stages}
     changes, rows = [f"#changes of {name}" for name in names.values()], [f"#rows of {name}" for name in names.values()]
@@ -92,7 +90,7 @@ def list_epochs(checkpoint: Checkpoint, state_location: StateLocation = "", as_j
         snapshots.add_row(str(of.epoch), written, str(of.generation), str(of.run), *_amounts(of.variables, names))
     sizes = "On disk: " + ", ".join(f"{name} {decimal(size)}" for name, size in found.sizes.items())
     document = {"checkpoint": place.storage.location, "stages": names} | found.to_json()
-    _tell(as_json, document, _headline(place, found.job_id), epochs, snapshots, sizes)
+    tell(as_json, document, _headline(place, found.job_id), epochs, snapshots, sizes)
     for sentence in found.damaged:
         typer.echo(f"Damaged: {sentence}", err=True)
 
@@ -102,7 +100,7 @@ def show(
     checkpoint: Checkpoint, epoch: AnEpoch = None, state_location: StateLocation = "", as_json: AsJson = False
 ) -> None:
     """Show the job of a checkpoint, and the files that hold its state as of an epoch."""
-    place = _find(checkpoint, state_location)
+    place = find(checkpoint, state_location)
     job = read_job(place.storage)
     files = state_files(place.storage, _chosen(place, epoch))
     tables = []
@@ -117,18 +115,18 @@ def show(
         holds = "changes" if isinstance(file, ChangeFile) else f"key groups {file.first_group} to {file.last_group}"
         tables[-1].add_row(file.path, holds, f"{file.rows:,}", decimal(file.bytes))
     about = f"{job.key_groups} key groups; state as of epoch {files.epoch}"
-    _tell(as_json, _shown(place, job, files), _headline(place, job.job_id), about, *tables)
+    tell(as_json, _shown(place, job, files), _headline(place, job.job_id), about, *tables)
 
 
 @checkpoint_app.command("verify")
 def verify_files(checkpoint: Checkpoint, state_location: StateLocation = "", as_json: AsJson = False) -> None:
     """Read every file of a checkpoint, and say what is damaged or missing; exit code 1 if anything is."""
-    place = _find(checkpoint, state_location)
+    place = find(checkpoint, state_location)
     report = _verified(place)
     problems = report.problems
     can_resume = not any(problem.path == paths.JOB or place.committed in problem.epochs for problem in problems)
     facts = {"checkpoint": place.storage.location, "committed": place.committed, "can_resume": can_resume}
-    _tell(as_json, facts | report.to_json(), *_report_in_words(place, report, can_resume))
+    tell(as_json, facts | report.to_json(), *_report_in_words(place, report, can_resume))
     if problems:
         raise typer.Exit(1)
 
@@ -144,11 +142,11 @@ def export(
     """Write the state as of an epoch as Parquet, one file for each state variable."""
     from anabranch.worker import compaction
 
-    place = _find(checkpoint, state_location)
+    place = find(checkpoint, state_location)
     chosen = _chosen(place, epoch)
-    rows = _while_it_runs(place, lambda: compaction.export(place.storage, chosen, folder), tries=1)
+    rows = while_it_runs(place, lambda: compaction.export(place.storage, chosen, folder), tries=1)
     lines = [f"The state as of epoch {chosen} is in {folder}:", *(f"  {name}: {n:,} rows" for name, n in rows.items())]
-    _tell(as_json, {"epoch": chosen, "folder": folder, "rows": rows}, *lines)
+    tell(as_json, {"epoch": chosen, "folder": folder, "rows": rows}, *lines)
 
 
 @checkpoint_app.command()
@@ -158,14 +156,14 @@ def compact(
     """Write a snapshot of the newest state. Only for jobs that are not running: those that run do it themselves."""
     from anabranch.worker import compaction
 
-    place = _find(checkpoint, state_location)
-    _check_not_running(place, force=force)
+    place = find(checkpoint, state_location)
+    check_not_running(place, force=force)
     epoch = _chosen(place, None)
     snapshot = compaction.compact(place.storage, epoch, generation=latest_generation(place.storage))
     files, rows = len(snapshot.files), sum(file.rows for file in snapshot.files)
     size = sum(file.bytes for file in snapshot.files)
     line = f"The snapshot of epoch {epoch} has {rows:,} rows in {files} files, {decimal(size)}."
-    _tell(as_json, {"epoch": epoch, "files": files, "rows": rows, "bytes": size}, line)
+    tell(as_json, {"epoch": epoch, "files": files, "rows": rows, "bytes": size}, line)
 
 
 @checkpoint_app.command()
@@ -183,10 +181,10 @@ def clean(
     Jobs that run do it themselves. An epoch is kept together with the snapshot that it starts from and all changes
     since, so make a snapshot first to free the most space.
     """
-    place = _find(checkpoint, state_location)
+    place = find(checkpoint, state_location)
     read_job(place.storage)
     if not dry_run:
-        _check_not_running(place, force=force)
+        check_not_running(place, force=force)
     cleaned = clean_up(
         _Untouched(place.storage.location) if dry_run else place.storage,
         committed=place.committed,
@@ -197,7 +195,7 @@ def clean(
     )
     gone = cleaned.deleted
     files = f"{len(list(gone))} files with {decimal(cleaned.bytes)}"
-    _tell(
+    tell(
         as_json,
         {"checkpoint": place.storage.location, "dry_run": dry_run} | asdict(cleaned),
         *(gone if dry_run else ()),
@@ -205,24 +203,6 @@ def clean(
         f"manifests, {len(gone.data)} data files, {len(gone.temporary)} temporary files.",
         f"Epochs that can be restored: {epoch_ranges(cleaned.retained)}.",
     )
-
-
-def savepoint(
-    checkpoint: Checkpoint,
-    target: Annotated[str, typer.Argument(help="Where it goes: a new path or URL.", show_default=False)],
-    state_location: StateLocation = "",
-    as_json: AsJson = False,
-) -> None:
-    """Save a job as of its last epoch, complete in itself, so that jobs can start from it. The job may be running."""
-    from anabranch.control.savepoints import found, take_savepoint
-
-    place = _find(checkpoint, state_location)
-    if Storage(target).location in (place.storage.location, place.spark.location):
-        raise CheckpointError(f"{target} is the checkpoint itself. Name another place for the savepoint.")
-    saved = _while_it_runs(place, lambda: take_savepoint(found(checkpoint, state_location), target), tries=_TRIES)
-    where = Storage(target).location
-    line = f"Epoch {saved.epoch} of {saved.origin} is saved in {where}."
-    _tell(as_json, {"target": where} | asdict(saved), line)
 
 
 # ---------------------------------------------------------------------------------------------- finding things
@@ -235,7 +215,7 @@ class _Untouched(Storage):
         """Leaves the file where it is."""
 
 
-def _find(checkpoint: str, state_location: str) -> _Place:
+def find(checkpoint: str, state_location: str) -> Place:
     spark = Storage(checkpoint)
     storage = Storage(state_location) if state_location else spark
     known = storage.read_if_present(paths.JOB) is not None
@@ -246,10 +226,10 @@ def _find(checkpoint: str, state_location: str) -> _Place:
             f"{storage.location} has offsets of Spark, but no state of Anabranch. If the state has a place of its own "
             f"(anabranch.stateLocation), name it with --state-location; otherwise it is a plain Spark query's."
         )
-    return _Place(storage, spark)
+    return Place(storage, spark)
 
 
-def _chosen(place: _Place, wanted: int | None) -> Epoch:
+def _chosen(place: Place, wanted: int | None) -> Epoch:
     """The epoch that the user asked for; by default the one that a restart of the query would resume from."""
     if wanted is None:
         if place.committed == NO_EPOCH:
@@ -265,7 +245,7 @@ def _chosen(place: _Place, wanted: int | None) -> Epoch:
     return Epoch(wanted)
 
 
-def _while_it_runs(place: _Place, attempt: Callable[[], _T], *, tries: int) -> _T:
+def while_it_runs(place: Place, attempt: Callable[[], _T], *, tries: int) -> _T:
     """Try again where an error may come from the job having gone on, and files having been cleaned up, meanwhile."""
     while True:
         before, tries = place.marks(), tries - 1
@@ -281,7 +261,7 @@ def _while_it_runs(place: _Place, attempt: Callable[[], _T], *, tries: int) -> _
                 ) from error
 
 
-def _verified(place: _Place) -> Report:
+def _verified(place: Place) -> Report:
     """What is damaged, apart from what was cleaned up while it was looked at."""
     before = place.marks()
     report = verify(place.storage)
@@ -294,7 +274,7 @@ def _verified(place: _Place) -> Report:
     return replace(report, problems=(Problem(paths.MANIFESTS, reason, (committed,)), *report.problems))
 
 
-def _check_not_running(place: _Place, *, force: bool) -> None:
+def check_not_running(place: Place, *, force: bool) -> None:
     """Refuse if the last driver is a process of this machine that still runs. Of other machines nothing is known."""
     generation = latest_generation(place.storage)
     driver = generation_info(place.storage, generation) if generation and not force else {}
@@ -320,7 +300,7 @@ def epoch_ranges(epochs: Iterable[int]) -> str:
     return ", ".join(" to ".join(map(str, each)) for each in ranges) or "none"
 
 
-def _headline(place: _Place, job_id: str) -> str:
+def _headline(place: Place, job_id: str) -> str:
     return f"Job {job_id} in {place.storage.location}: {_committed_in_words(place.committed)}."
 
 
@@ -347,7 +327,7 @@ def _sums(files: Sequence[DataFile]) -> list[str]:
     return [str(len(files)), f"{rows:,}", f"{changes:,}", decimal(sum(file.bytes for file in files))]
 
 
-def _shown(place: _Place, job: JobDescription, files: StateFiles) -> dict[str, Any]:
+def _shown(place: Place, job: JobDescription, files: StateFiles) -> dict[str, Any]:
     stages = []
     for stage in job.stages:
         variables = {variable.name: _in_words(variable) for variable in stage.variables}
@@ -365,7 +345,7 @@ def _shown(place: _Place, job: JobDescription, files: StateFiles) -> dict[str, A
     }
 
 
-def _report_in_words(place: _Place, report: Report, can_resume: bool) -> Iterator[str | Table]:
+def _report_in_words(place: Place, report: Report, can_resume: bool) -> Iterator[str | Table]:
     checked = f"{report.files} files with {decimal(report.bytes)}"
     yield f"Read {checked} of {place.storage.location}; epochs {epoch_ranges(report.epochs)}."
     if report.leftovers:
@@ -389,7 +369,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _tell(as_json: bool, document: Mapping[str, Any], *parts: str | Table) -> None:
+def tell(as_json: bool, document: Mapping[str, Any], *parts: str | Table) -> None:
     """JSON for programs, or sentences and tables for people."""
     if as_json:
         typer.echo(json.dumps(document, indent=2))

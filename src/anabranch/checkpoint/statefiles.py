@@ -178,7 +178,10 @@ def _ways_out(found: Documents, up_to: Epoch) -> str:
             )
     whole = _newest_whole_epoch(found, up_to)
     if whole is not None:
-        said += f" The newest older epoch that is whole is {whole}."
+        said += (
+            f" The newest older epoch that is whole is {whole}: `anabranch checkpoint rewind {found.storage.location} "
+            f"{whole}` returns to it, and the query repeats the epochs after it."
+        )
     return said
 
 
