@@ -77,7 +77,9 @@ class Cluster:
         self._lost: set[WorkerId] = set()
         self._newcomers: list[Member] = []
         self._starting = 0
-        #: What workers may still be reading from the checkpoint.
+        #: Held while key groups are assigned: until that is over, workers do not know what they will read.
+        self._assigning = threading.Lock()
+        #: What workers may still be reading from the checkpoint: each assignment points them to its own files.
         self._adopted_from: list[StateFiles] = [resumed.files]
         self._closed = threading.Event()
         #: Called, in another thread, when a worker is found lost while an epoch may wait for it.
@@ -110,7 +112,11 @@ class Cluster:
 
     def files_in_use(self) -> Sequence[StateFiles]:
         """What workers may still be reading from the checkpoint: it must not be cleaned up."""
-        files = list(self._adopted_from)
+        with self._assigning:
+            return self._still_in_use()
+
+    def _still_in_use(self) -> Sequence[StateFiles]:
+        files = self._adopted_from
         request = Describe(job=self._claimed.job.job_id, generation=self._claimed.generation)
         try:
             for member in self.members.all:
@@ -120,9 +126,8 @@ class Cluster:
         except AnabranchError as error:
             logger.info("what workers are reading is not known: %s", error)
             return files
-        for read in files:
-            self._adopted_from.remove(read)
-        return list(self._adopted_from)
+        self._adopted_from = []
+        return []
 
     # ------------------------------------------------------------------------------------------- changes
 
@@ -145,8 +150,9 @@ class Cluster:
                 self.routing = self._make_routing()
             try:
                 files = state_files(self._claimed.storage, committed.epoch)
-                self._adopted_from.append(files)
-                open_on_all(self._claimed, self.members, self.route, committed, files)
+                with self._assigning:
+                    self._adopted_from = [files]
+                    open_on_all(self._claimed, self.members, self.route, committed, files)
             except LostWorkerError as error:
                 logger.warning("another worker was lost during a repair: %s", error)
                 self.look_for_losses()

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from anabranch.checkpoint.documents import FORMAT_VERSION
 from anabranch.checkpoint.generations import NO_GENERATION, claim_generation, generation_info, latest_generation
 from anabranch.checkpoint.job import JobDescription, create_or_check, save_shape
-from anabranch.checkpoint.manifests import remove_after
 from anabranch.checkpoint.rewind import newest_durable_epoch, rewind
 from anabranch.checkpoint.routes import newest_route, save_route
 from anabranch.checkpoint.sparklog import last_committed_epoch
@@ -88,8 +87,8 @@ def resume(claimed: Claimed, members: Membership) -> Resumed:
     """Open the job on all workers at the last epoch that Spark committed."""
     storage = claimed.storage
     epoch = _return_to_durable_epoch(claimed)
+    # Manifests of later epochs stay: Spark may yet commit them for an older driver; else newer ones take their place.
     files = state_files(storage, epoch)
-    remove_after(storage, epoch)
     route = _route(claimed, members, Epoch(epoch + 1))
     committed = Committed(epoch, files.committed_by)
     open_on_all(claimed, members, route, committed, files)
@@ -135,6 +134,7 @@ def _open_on(claimed: Claimed, member: Member, route: Route, committed: Committe
             job=claimed.job.job_id,
             generation=claimed.generation,
             epoch=committed.epoch,
+            route_version=route.version,
             groups=[int(group) for group in route.groups_of(member.worker)],
             snapshot=[asdict(file) for file in files.snapshot_files],
             changes=[asdict(file) for file in files.change_files],

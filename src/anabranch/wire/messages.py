@@ -81,6 +81,8 @@ class Assign(JobRequest):
     """
 
     epoch: int
+    #: Never falls within a generation; what an older route says is refused.
+    route_version: int
     groups: list[int]
     #: SnapshotFile and ChangeFile as JSON; changes in the order of their epochs.
     snapshot: list[dict[str, Any]]

@@ -66,6 +66,11 @@ class Adoption:
                 self.drained_rows += self._bring(Selection(chosen, ~self._fetched))
                 self._pending &= ~chosen
 
+    def redirect(self, origin: Origin) -> None:
+        """Take what is missing from elsewhere: the same state, as nobody has changed it since."""
+        with self._bringing:
+            self._origin = origin
+
     def forget(self, groups: Collection[int]) -> None:
         """These key groups belong to somebody else now."""
         with self._bringing:

@@ -7,7 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from anabranch.core.errors import AnabranchError
+import numpy as np
+
+from anabranch.core.errors import AnabranchError, WorkerError
+from anabranch.core.keygroups import key_groups_of
 from anabranch.worker.adoption import Adoption
 from anabranch.worker.layers import VariableState
 from anabranch.worker.origins import Hashes, Origin
@@ -35,6 +38,8 @@ class Holdings:
         self._key_groups = key_groups
         self._lock = threading.Lock()
         self._groups: frozenset[int] = frozenset()
+        #: The same, by key group.
+        self._held = np.zeros(key_groups, dtype=np.bool_)
         self._adoptions: dict[Variable, list[Adoption]] = {}
         #: Rows that adoptions brought which are over: on demand, and by the drain.
         self._brought = 0, 0
@@ -52,16 +57,27 @@ class Holdings:
             dropped, adopted = self._groups - wanted, wanted - self._groups
             if dropped:
                 self._drop(dropped)
+            for variable, adoptions in self._adoptions.items():
+                # Their files may be cleaned up from now on; those that the driver names are kept for us.
+                for adoption in adoptions:
+                    adoption.redirect(make_origin(variable, adoption.pending))
             if adopted:
                 for variable, state in self._states.items():
                     adoption = Adoption(state, make_origin(variable, adopted), adopted, self._key_groups)
                     self._adoptions.setdefault(variable, []).append(adoption)
             self._groups = wanted
+            held = np.zeros(self._key_groups, dtype=np.bool_)
+            held[list(wanted)] = True
+            self._held = held
             self._start_drain()
         return adopted, dropped
 
     def fetch(self, variable: Variable, hashes: Hashes) -> None:
-        """Make sure that the state of these keys is here."""
+        """Make sure that the state of these keys is here. Keys of others are refused: they would seem not to exist."""
+        strange = hashes[~self._held[key_groups_of(hashes, self._key_groups)]]
+        if len(strange):
+            group = int(key_groups_of(strange[:1], self._key_groups)[0])
+            raise WorkerError(f"Key group {group} is not held by this worker. The task has an old route: run it again.")
         for adoption in self._adoptions.get(variable, ()):
             adoption.fetch(hashes)
 

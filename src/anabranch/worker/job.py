@@ -30,11 +30,11 @@ from anabranch.worker.expiry import ExpiryIndex
 from anabranch.worker.holdings import Holdings
 from anabranch.worker.layers import VariableState
 from anabranch.worker.origins import CheckpointOrigin
+from anabranch.worker.staging import Staging, Tables
 from anabranch.worker.stores import open_store
 
 logger = logging.getLogger(__name__)
 
-Tables = dict[str, pa.Table]
 #: Layers that may wait for the background fold before a new epoch has to wait for it.
 _MAX_UNFOLDED = 3
 
@@ -56,8 +56,7 @@ class WorkerJob:
         self._storage: Storage | None = None
         self._stages: dict[int, StageSpec] = {}
         self._states: dict[tuple[int, str], VariableState] = {}
-        #: Changes of each attempt, by variable, in the order in which they came.
-        self._staged: dict[StageAttempt, list[Tables]] = {}
+        self._staging = Staging()
         #: The chosen changes of the epoch that is prepared, by stage and variable.
         self._prepared: dict[tuple[int, str], pa.Table] = {}
         self._prepared_by = RunId(Generation(0), requests.NO_RUN)
@@ -68,6 +67,8 @@ class WorkerJob:
         self._expiries: dict[tuple[int, str], ExpiryIndex] = {}
         self._routing: dict[str, Any] = {}
         self._holdings = Holdings({}, 0)
+        #: The generation and version of the route that key groups were last assigned by.
+        self._route = 0, 0
 
     def open(self, request: messages.OpenJob) -> dict[str, Any]:
         """Take part from an epoch on. State of that epoch that is here stays; any other is forgotten."""
@@ -99,6 +100,12 @@ class WorkerJob:
                     f"Key groups as of epoch {request.epoch} do not fit worker {self._worker}, which has epoch "
                     f"{self._machine.committed}. Open the job at that epoch first."
                 )
+            if (request.generation, request.route_version) < self._route:
+                raise EpochError(
+                    f"Worker {self._worker} knows a newer route than {request.route_version}. Take key groups from the "
+                    "newest one."
+                )
+            self._route = request.generation, request.route_version
             snapshot = [SnapshotFile(**file) for file in request.snapshot]
             changes = [ChangeFile(**file) for file in request.changes]
 
@@ -181,11 +188,11 @@ class WorkerJob:
             if request.chunk == 0:
                 staged = requests.Stage(**epoch, attempt=attempt, sealed=request.last)
                 self._carry_out(self._machine.handle(staged))
-                self._staged[attempt] = [checked]
+                self._staging.begin(attempt, checked)
                 return {}
-            pieces = self._staged.get(attempt, [])
-            if len(pieces) == request.chunk:
-                pieces.append(checked)
+            # An attempt of an older run may have the same number: its pieces must not get among those of a newer one.
+            self._carry_out(self._machine.handle(requests.ReportSeals(**epoch)))
+            self._staging.add(attempt, request.chunk, checked)
             if request.last:
                 self._carry_out(self._machine.handle(requests.Seal(**epoch, attempt=attempt)))
         return {}
@@ -208,7 +215,7 @@ class WorkerJob:
             files = []
             for instruction in instructions:
                 if isinstance(instruction, requests.WriteChangeFiles):
-                    self._prepared = self._combine(instruction.attempts)
+                    self._prepared = self._staging.combined(instruction.attempts)
                     self._prepared_by = instruction.run
                     self._defers = not request.durable
                     if request.durable:
@@ -274,7 +281,7 @@ class WorkerJob:
                 case requests.Refuse():
                     raise _refusal(instruction)
                 case requests.DiscardAttempt():
-                    self._staged.pop(instruction.attempt, None)
+                    self._staging.discard(instruction.attempt)
                 case requests.AddLayer():
                     self._add_layer(instruction.epoch)
                 case requests.DropLayersAfter():
@@ -298,20 +305,12 @@ class WorkerJob:
         else:
             self._deferred = []
         self._prepared = {}
-        self._staged = {}
+        self._staging.clear()
 
     @staticmethod
     def _fold(states: Collection[VariableState], epoch: Epoch) -> None:
         for state in states:
             state.fold(epoch)
-
-    def _combine(self, attempts: Collection[StageAttempt]) -> dict[tuple[int, str], pa.Table]:
-        parts: dict[tuple[int, str], list[pa.Table]] = {}
-        for attempt in attempts:
-            for piece in self._staged.get(attempt, []):
-                for variable, table in piece.items():
-                    parts.setdefault((attempt.stage, variable), []).append(table)
-        return {key: pa.concat_tables(tables).combine_chunks() for key, tables in parts.items()}
 
     def _write_deferred(self) -> list[list[Any]]:
         return [file for deferred in self._deferred for file in self._write_files(*deferred)]
@@ -333,7 +332,8 @@ class WorkerJob:
         self._holdings.close()
         for state in self._states.values():
             state.close()
-        self._staged, self._prepared, self._expiries, self._deferred = {}, {}, {}, []
+        self._staging.clear()
+        self._prepared, self._expiries, self._deferred = {}, {}, []
         self._states = {}
         for spec in self._stages.values():
             for variable, layout in spec.layouts.items():

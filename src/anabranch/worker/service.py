@@ -20,7 +20,8 @@ from anabranch.core.ids import WorkerId
 from anabranch.wire import messages
 from anabranch.wire.client import encode_error
 from anabranch.wire.frames import pack, unpack
-from anabranch.worker.job import Tables, WorkerJob
+from anabranch.worker.job import WorkerJob
+from anabranch.worker.staging import Tables
 
 logger = logging.getLogger(__name__)
 

@@ -62,7 +62,7 @@ def test_the_epochs_that_spark_committed_are_restored_by_key_group(tmp_path: Pat
     assert (second.generation, second.job.job_id) == (Generation(2), first.job.job_id)
     assert resumed.committed.epoch == 1
     assert resumed.route == route
-    assert manifest_epochs(resumed.claimed.storage) == [0, 1], "an epoch that Spark did not commit is run again"
+    assert manifest_epochs(resumed.claimed.storage) == [0, 1, 2], "Spark may yet commit an epoch for an older driver"
     assert restored(one) == [(list(route.groups_of(WorkerId("one"))), ["0", "1"])]
     assert restored(two) == [(list(route.groups_of(WorkerId("two"))), ["0", "1"])]
     opening = one.requests[0]

@@ -1,0 +1,49 @@
+"""What task attempts have sent in the epoch that runs, and has not been chosen or discarded yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pyarrow as pa
+
+from anabranch.core.errors import EpochError
+from anabranch.core.requests import StageAttempt
+
+#: Changes by state variable.
+Tables = dict[str, pa.Table]
+#: Stage number and name.
+Variable = tuple[int, str]
+
+
+class Staging:
+    """The changes of each attempt, in the pieces in which they came. The caller checks that they are of this run."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[StageAttempt, list[Tables]] = {}
+
+    def begin(self, attempt: StageAttempt, tables: Tables) -> None:
+        """The first piece; it replaces whatever the attempt has sent before."""
+        self._pieces[attempt] = [tables]
+
+    def add(self, attempt: StageAttempt, number: int, tables: Tables) -> None:
+        """A later piece. One that came before is as good."""
+        pieces = self._pieces.get(attempt, [])
+        if len(pieces) < number:
+            raise EpochError(f"Changes of {attempt} are missing before part {number}. Let the task run again.")
+        if len(pieces) == number:
+            pieces.append(tables)
+
+    def discard(self, attempt: StageAttempt) -> None:
+        self._pieces.pop(attempt, None)
+
+    def clear(self) -> None:
+        self._pieces.clear()
+
+    def combined(self, attempts: Iterable[StageAttempt]) -> dict[Variable, pa.Table]:
+        """The changes of all these attempts to each variable."""
+        parts: dict[Variable, list[pa.Table]] = {}
+        for attempt in attempts:
+            for piece in self._pieces.get(attempt, []):
+                for variable, table in piece.items():
+                    parts.setdefault((attempt.stage, variable), []).append(table)
+        return {variable: pa.concat_tables(tables).combine_chunks() for variable, tables in parts.items()}
