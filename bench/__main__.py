@@ -8,12 +8,14 @@ from collections.abc import Callable
 import typer
 
 from anabranch.core.errors import AnabranchError
+from bench.durability import durability
 from bench.growth import growth
 from bench.harness import BenchmarkError
 from bench.latency import latency
 from bench.machine import is_busy
 from bench.memory import memory
 from bench.processor import processor
+from bench.recovery import recovery
 from bench.report import say
 from bench.session import was_interrupted
 from bench.steady import steady
@@ -24,6 +26,8 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
     "latency": latency,
     "growth": growth,
     "memory": memory,
+    "recovery": recovery,
+    "durability": durability,
 }
 _INTERRUPTED = 130
 _HELP = ("--help", "-h")

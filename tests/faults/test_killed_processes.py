@@ -159,25 +159,37 @@ def test_a_driver_killed_between_sink_and_commit_loses_and_doubles_nothing(
     assert folder.output() == undisturbed
 
 
-def test_a_worker_killed_between_epochs_is_named_and_a_restart_carries_on(
+def test_a_worker_killed_between_epochs_is_replaced_while_the_query_goes_on(
     spark: SparkSession, folder: Folder, undisturbed: dict[int, list[Any]]
 ) -> None:
     folder.add_epochs(2)
-    query = folder.writer(spark, **{"anabranch.requestTimeout": 20}).start()
+    query = folder.writer(spark).start()
     try:
         query.processAllAvailable()
-        victim = query.workers()[1]
+        victim, other = query.workers()
         os.kill(victim["pid"], signal.SIGKILL)
         folder.add_epochs(3)
-        with pytest.raises(anabranch.AnabranchError) as failure:
-            query.processAllAvailable()
+        query.processAllAvailable()
+        (repair,) = repairs(query)
+        assert repair["lost"] == [victim["id"]]
+        assert repair["keyGroups"] == victim["keyGroups"]
+        wait_until(lambda: query._coordinator.cluster.needs_change, "another worker has started")
+        folder.add_epochs(4)
+        query.processAllAvailable()
+        workers = query.status["anabranch"]["workers"]
+        assert len(workers) == 2
+        assert other["id"] in workers
+        assert victim["id"] not in workers
+        folder.add_epochs(len(EPOCHS))
+        query.processAllAvailable()
     finally:
         query.stop()
-    assert victim["address"] in str(failure.value)
-    assert "start the query again: it resumes from its checkpoint" in str(failure.value)
-    assert query.exception() is not None
-    folder.finish(spark)
     assert folder.output() == undisturbed
+
+
+def repairs(query: Any) -> list[dict[str, Any]]:
+    """What was done about lost workers, by the reports of the epochs."""
+    return [repair for progress in query.recentProgress for repair in progress["anabranch"].get("repairs", ())]
 
 
 class KillsAWorker(StatefulProcessor):
@@ -204,42 +216,71 @@ class KillsAWorker(StatefulProcessor):
         pass
 
 
-def test_a_worker_killed_within_an_epoch_is_named_and_a_restart_carries_on(
-    spark: SparkSession, folder: Folder, undisturbed: dict[int, list[Any]], tmp_path: Path
+@pytest.mark.parametrize("reachable", [True, False], ids=["started by the query", "started elsewhere"])
+def test_an_epoch_that_loses_a_worker_is_run_again_with_the_others(
+    spark: SparkSession, folder: Folder, undisturbed: dict[int, list[Any]], tmp_path: Path, reachable: bool
 ) -> None:
     found: dict[int, list[Any]] = {}
 
     def keep(rows: DataFrame, epoch: int) -> None:
         found[epoch] = sorted(map(list, rows.collect()))
 
-    def start() -> Any:
+    folder.add_epochs(3)
+    with workers_elsewhere(0 if reachable else 2) as addresses:
         grouped = anabranch.stream(epochs_from(spark, folder.path / "input")).groupBy("k")
         processor = KillsAWorker(tmp_path / "order")
         stream = grouped.transformWithState(processor, "k string, n long, total long", "update", "none")
         writer = stream.writeStream.outputMode("update").foreachBatch(keep)
-        return writer.option("checkpointLocation", str(tmp_path / "ck")).option("anabranch.requestTimeout", 20).start()
-
-    folder.add_epochs(3)
-    query = start()
-    try:
-        query.processAllAvailable()
-        victim = query.workers()[0]
-        (tmp_path / "order").write_text(str(victim["pid"]))
-        folder.add_epochs(4)
-        with pytest.raises(anabranch.AnabranchError) as failure:
+        options = {"checkpointLocation": str(tmp_path / "ck"), "anabranch.workerAddresses": ",".join(addresses)}
+        query = writer.options(**options).start()
+        try:
             query.processAllAvailable()
-    finally:
-        query.stop()
-    assert victim["address"] in str(failure.value)
-    assert "start the query again" in str(failure.value)
-    (tmp_path / "order").unlink()
-    folder.add_epochs(len(EPOCHS))
-    query = start()
-    try:
-        query.processAllAvailable()
-    finally:
-        query.stop()
+            victim = query.workers()[0]
+            (tmp_path / "order").write_text(str(victim["pid"]))
+            folder.add_epochs(4)
+            query.processAllAvailable()
+            (tmp_path / "order").unlink()
+            assert [repair["lost"] for repair in repairs(query)] == [[victim["id"]]]
+            folder.add_epochs(len(EPOCHS))
+            query.processAllAvailable()
+        finally:
+            query.stop()
     assert found == undisturbed
+
+
+def test_a_query_whose_workers_are_all_lost_and_were_started_elsewhere_says_so(
+    spark: SparkSession, folder: Folder, undisturbed: dict[int, list[Any]]
+) -> None:
+    folder.add_epochs(2)
+    with workers_elsewhere(2) as addresses:
+        query = folder.writer(spark, **{"anabranch.workerAddresses": ",".join(addresses)}).start()
+        try:
+            query.processAllAvailable()
+            for worker in query.workers():
+                os.kill(worker["pid"], signal.SIGKILL)
+            folder.add_epochs(3)
+            with pytest.raises(anabranch.AnabranchError) as failure:
+                query.processAllAvailable()
+        finally:
+            query.stop()
+    assert "All workers of anabranch.workerAddresses are lost. Start them again" in str(failure.value)
+    folder.finish(spark)
+    assert folder.output() == undisturbed
+
+
+@contextmanager
+def workers_elsewhere(count: int) -> Iterator[list[str]]:
+    """The addresses of workers that no query has started."""
+    command = [sys.executable, "-m", "anabranch", "worker", "--port", "0", "--id"]
+    processes = [subprocess.Popen([*command, f"else-{n}"], stdout=subprocess.PIPE) for n in range(count)]
+    try:
+        yield [json.loads(process.stdout.readline())["address"] for process in processes if process.stdout]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])

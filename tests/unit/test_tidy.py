@@ -65,9 +65,8 @@ def sources(*folders: str) -> tuple[Source, ...]:
 def texts() -> Iterator[Source]:
     """Every text file of the project, whatever its language, except what a tool has made."""
     made = {"node_modules", "__pycache__", "build", "dist", "results", "demo-output"}
-    folders = [
-        path for name in ("src", "bench", "examples", "tests", "docs", ".ci") for path in (ROOT / name).rglob("*")
-    ]
+    names = ("src", "bench", "soak", "examples", "tests", "docs", ".ci")
+    folders = [path for name in names for path in (ROOT / name).rglob("*")]
     for path in sorted([*ROOT.iterdir(), *folders]):
         where = path.relative_to(ROOT)
         if path.is_file() and path.suffix in TEXT_SUFFIXES and not made.intersection(where.parts):
@@ -190,7 +189,7 @@ def assert_tidy(rule: Rule, checked: Iterator[Source] | tuple[Source, ...]) -> N
         pytest.fail("\n".join(found), pytrace=False)
 
 
-CODE = ("src", "bench", "examples")
+CODE = ("src", "bench", "soak", "examples")
 
 
 def test_files_are_short() -> None:

@@ -1,0 +1,280 @@
+"""Plays a scenario: runs its drivers one after the other, lets the faults happen, and judges what is left."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from pyspark.sql import SparkSession
+
+from soak import crashpoints
+from soak.driver import FAILED
+from soak.jobs import JOBS, Expected, epochs_of
+from soak.places import Places
+from soak.processes import Driver, Processes, is_alive, send, wait_until
+from soak.scenarios import ENDS_DRIVER, Fault, Kind, Scenario
+from soak.verdict import Verdict, judge
+
+_LOOK_INTERVAL_S = 0.02
+#: How long a scenario may stand still before it counts as hung: a start on a busy machine takes long.
+_STILL_MAX_S = 90.0
+_STARTS_MAX = 20
+#: Within this time, what belongs to a driver that is gone has to be gone as well.
+_LEFT_MAX_S = 30.0
+_HICCUP_S = 0.7
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a scenario."""
+
+    scenario: Scenario
+    verdict: Verdict
+    faults: Counter[Kind]
+    drivers: int
+    epochs: int
+    #: Queries that ended by themselves: the errors of those that no fault had ended.
+    errors: tuple[str, ...]
+    #: What drivers that had been replaced said in the end.
+    fenced: tuple[str, ...]
+    duration_s: float
+
+    @property
+    def is_right(self) -> bool:
+        return self.verdict.is_right
+
+
+def expected_of(scenario: Scenario) -> Expected:
+    """What an undisturbed run gives."""
+    return JOBS[scenario.job].model(epochs_of(scenario.input(), scenario.files_per_epoch))
+
+
+def play(spark: SparkSession, scenario: Scenario, places: Places) -> Outcome:
+    """Run a scenario to its end."""
+    places.write_input(scenario.input())
+    run = _Run(scenario, places)
+    try:
+        findings = run.until_finished()
+        findings += run.leftovers()
+    finally:
+        run.processes.end()
+    if places.state.exists():
+        verdict = judge(spark, places, expected_of(scenario))
+        findings += verdict.findings
+    else:
+        verdict = Verdict(0, 0, 0, 0, ())
+    return Outcome(
+        scenario=scenario,
+        verdict=Verdict(verdict.rows, verdict.lost, verdict.doubled, verdict.wrong, tuple(findings)),
+        faults=run.faults,
+        drivers=run.drivers,
+        epochs=places.committed_epochs(),
+        errors=tuple(run.errors),
+        fenced=tuple(run.fenced),
+        duration_s=time.monotonic() - run.started_s,
+    )
+
+
+def clear(places: Places) -> None:
+    shutil.rmtree(places.root, ignore_errors=True)
+
+
+class _Run:
+    """One scenario while it is played, in one thread."""
+
+    def __init__(self, scenario: Scenario, places: Places) -> None:
+        self._scenario = scenario
+        self._places = places
+        self.processes = Processes(places)
+        self.started_s = time.monotonic()
+        self.faults: Counter[Kind] = Counter()
+        self.drivers = 0
+        self.errors: list[str] = []
+        self.fenced: list[str] = []
+        self._left: deque[Fault] = deque(scenario.faults)
+        self._crashes: deque[str] = deque(scenario.crashes)
+        #: Processes that stand still, and when they go on; None: when the next driver is ready.
+        self._frozen: list[tuple[float | None, list[psutil.Process]]] = []
+        self._replaced: list[Driver] = []
+        #: Workers of their own, by their ids: what they said about themselves.
+        self._apart: dict[str, dict[str, Any]] = {}
+        #: Those that the driver has lost since it started, or is about to lose.
+        self._out: set[str] = set()
+        self._last_fault_s = self._ready_s = time.monotonic()
+        self._moved: tuple[float, int, int] = (time.monotonic(), 0, 0)
+        self._driver = self._start()
+
+    def until_finished(self) -> list[str]:
+        """What went wrong on the way; nothing if the query has taken all of its input."""
+        pause = threading.Event()
+        while not pause.wait(_LOOK_INTERVAL_S):
+            self._thaw()
+            code = self._driver.ended()
+            if code == 0:
+                return self._end_of_replaced()
+            if code is not None:
+                self._note_end(self._driver, code)
+                if self.drivers >= _STARTS_MAX:
+                    return [f"the query did not finish in {self.drivers} starts: {self.errors[-1:]}"]
+                self._driver = self._start()
+            elif self._is_due():
+                self._inject(self._left.popleft())
+            elif self._stands_still():
+                return [f"the query stands still since {_STILL_MAX_S:g} s after {self._moved[1]} epochs"]
+        return []
+
+    def leftovers(self) -> list[str]:
+        """Processes that ought to be gone."""
+        apart = {worker["pid"] for worker in self._apart.values()}
+
+        def left() -> list[psutil.Process]:
+            return [process for process in self.processes.left() if process.pid not in apart]
+
+        if wait_until(lambda: not left(), _LEFT_MAX_S):
+            return []
+        return [f"processes are left behind: {[process.name() for process in left() if is_alive(process)]}"]
+
+    # ------------------------------------------------------------------------------------------------ drivers
+
+    def _start(self) -> Driver:
+        scenario = self._scenario
+        options: dict[str, Any] = {"workerTimeout": scenario.worker_timeout_s, "heartbeat": 0.5, "requestTimeout": 30}
+        if scenario.apart:
+            self._revive_workers()
+            options["workerAddresses"] = ",".join(worker["address"] for worker in self._apart.values())
+        else:
+            options |= {"workers": scenario.workers, "store": scenario.store}
+        arguments = ["--job", scenario.job, "--files-per-epoch", str(scenario.files_per_epoch)]
+        for name, value in options.items():
+            arguments += ["--option", f"anabranch.{name}={value}"]
+        self.drivers += 1
+        self._ready_s = 0.0
+        return self.processes.start_driver(arguments, crash=self._crashes[0] if self._crashes else None)
+
+    def _note_end(self, driver: Driver, code: int) -> None:
+        if code == crashpoints.EXIT_CODE:
+            self.faults[Kind.CRASH] += 1
+            self._crashes.popleft()
+        elif code == FAILED:
+            error = driver.error() or {"kind": "unknown", "message": ""}
+            self.errors.append(f"{error['kind']}: {error['message'][:600]}")
+        elif code != -signal.SIGKILL:
+            self.errors.append(f"the driver ended with {code}; see {self._places.log}")
+
+    def _end_of_replaced(self) -> list[str]:
+        """Drivers that have been replaced have to notice it, and stop."""
+        while self._frozen:
+            for _, processes in self._frozen:
+                _resume(processes)
+            self._frozen = []
+        findings = []
+        for driver in self._replaced:
+            if not driver.has_ended(within_s=_STILL_MAX_S):
+                findings.append("a driver that was replaced goes on for ever")
+            error = driver.error()
+            self.fenced.append(error["kind"] if error else f"exit {driver.ended()}")
+        return findings
+
+    def _revive_workers(self) -> None:
+        """Workers of their own are back when the next driver starts, with what they still know."""
+        self._out.clear()
+        for number in range(self._scenario.workers):
+            name = f"apart-{number}"
+            known = self._apart.get(name)
+            if known is not None and psutil.pid_exists(known["pid"]) and is_alive(psutil.Process(known["pid"])):
+                _resume([psutil.Process(known["pid"])])
+                continue
+            port = int(known["address"].rpartition(":")[2]) if known else 0
+            self._apart[name] = self.processes.start_worker(name, self._scenario.store, port)
+
+    # ------------------------------------------------------------------------------------------------- faults
+
+    def _is_due(self) -> bool:
+        if not self._left:
+            return False
+        if self._driver.is_ready and not self._ready_s:
+            self._ready_s = time.monotonic()
+        fault = self._left[0]
+        if not self._ready_s and not fault.early:
+            return False
+        return time.monotonic() - max(self._last_fault_s, self._ready_s) >= fault.after_s
+
+    def _inject(self, fault: Fault) -> None:
+        choice = random.Random(fault.choice)
+        for kind in sorted(fault.kinds, key=lambda kind: kind in ENDS_DRIVER):
+            if self._carry_out(kind, fault, choice):
+                self.faults[kind] += 1
+        self._last_fault_s = time.monotonic()
+
+    def _carry_out(self, kind: Kind, fault: Fault, choice: random.Random) -> bool:
+        match kind:
+            case Kind.WORKER | Kind.FREEZE | Kind.HICCUP:
+                return self._disturb_worker(kind, fault, choice)
+            case Kind.TASK:
+                tasks = self._driver.task_processes()
+                return bool(tasks) and send(choice.choice(tasks), signal.SIGKILL)
+            case Kind.DRIVER:
+                self._driver.process.kill()
+            case Kind.MACHINE:
+                for process in self._driver.family():
+                    send(process, signal.SIGKILL)
+            case Kind.ZOMBIE:
+                family = self._driver.family()
+                for process in family:
+                    send(process, signal.SIGSTOP)
+                self._frozen.append((None, family))
+                self._replaced.append(self._driver)
+                self._driver = self._start()
+        return True
+
+    def _disturb_worker(self, kind: Kind, fault: Fault, choice: random.Random) -> bool:
+        victim = self._choose_worker(choice, for_good=kind is not Kind.HICCUP)
+        if victim is None:
+            return False
+        if kind is Kind.WORKER:
+            return send(victim, signal.SIGKILL)
+        pause_s = fault.pause_s if kind is Kind.FREEZE else _HICCUP_S
+        self._frozen.append((time.monotonic() + pause_s, [victim]))
+        return send(victim, signal.SIGSTOP)
+
+    def _choose_worker(self, choice: random.Random, *, for_good: bool) -> psutil.Process | None:
+        if not self._scenario.apart:
+            workers = self._driver.workers()
+            return choice.choice(workers) if workers else None
+        # No driver can replace these: one is left until the next driver starts.
+        names = sorted(set(self._apart) - self._out)
+        if len(names) < 2 or not psutil.pid_exists(self._apart[name := choice.choice(names)]["pid"]):
+            return None
+        if for_good:
+            self._out.add(name)
+        return psutil.Process(self._apart[name]["pid"])
+
+    def _thaw(self) -> None:
+        now_s = time.monotonic()
+        is_new_ready = self._driver.is_ready
+        waiting = []
+        for until_s, processes in self._frozen:
+            if is_new_ready if until_s is None else now_s >= until_s:
+                _resume(processes)
+            else:
+                waiting.append((until_s, processes))
+        self._frozen = waiting
+
+    def _stands_still(self) -> bool:
+        since_s, epochs, drivers = self._moved
+        if (epochs, drivers) != (self._places.committed_epochs(), self.drivers):
+            self._moved = time.monotonic(), self._places.committed_epochs(), self.drivers
+            return False
+        return time.monotonic() - since_s > _STILL_MAX_S
+
+
+def _resume(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        send(process, signal.SIGCONT)

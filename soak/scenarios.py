@@ -1,0 +1,146 @@
+"""Scenarios: a query and the faults that it meets, all drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+from soak.crashpoints import POINTS, START_POINTS
+from soak.jobs import JOBS, InputRow, make_files
+
+
+class Kind(StrEnum):
+    """What happens to a query."""
+
+    #: A state worker is killed.
+    WORKER = "worker killed"
+    #: A state worker stands still for longer than anabranch.workerTimeout, and then goes on.
+    FREEZE = "worker frozen"
+    #: A state worker stands still for less than that.
+    HICCUP = "worker slow"
+    #: A Python process that runs tasks of Spark's is killed.
+    TASK = "task process killed"
+    #: The driver's Python process is killed; a new driver starts at once.
+    DRIVER = "driver killed"
+    #: Everything on the driver's machine is killed at the same moment; a new driver starts.
+    MACHINE = "machine lost"
+    #: The driver and all that it has started stand still; a new driver starts; then the old one goes on.
+    ZOMBIE = "driver replaced"
+    #: The driver ends by itself at a given point; a new driver starts.
+    CRASH = "driver crashed"
+
+
+#: After these, a new driver starts.
+ENDS_DRIVER = frozenset({Kind.DRIVER, Kind.MACHINE, Kind.ZOMBIE, Kind.CRASH})
+_WEIGHTS = {
+    Kind.WORKER: 6,
+    Kind.FREEZE: 3,
+    Kind.HICCUP: 2,
+    Kind.TASK: 3,
+    Kind.DRIVER: 2,
+    Kind.MACHINE: 1,
+    Kind.ZOMBIE: 1,
+}
+_DRIVERS_MAX = 4
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens, some time after what happened before."""
+
+    kinds: tuple[Kind, ...]
+    after_s: float
+    #: Chooses the victims among those that there are.
+    choice: int
+    #: Whether it may hit a driver whose query has not started yet.
+    early: bool = False
+    #: How long a process stands still.
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A query and what happens to it. The same seed gives the same scenario, if not the same moments."""
+
+    seed: int
+    job: str
+    files: int
+    rows: int
+    keys: int
+    files_per_epoch: int
+    workers: int
+    store: str
+    #: Whether the workers are started apart from the driver, which then cannot replace or kill any.
+    apart: bool
+    faults: tuple[Fault, ...]
+    #: Where the first drivers crash by themselves, one after the other.
+    crashes: tuple[str, ...]
+    worker_timeout_s: float = 2.0
+
+    @property
+    def epochs(self) -> int:
+        return -(-self.files // self.files_per_epoch)
+
+    def input(self) -> list[list[InputRow]]:
+        """The rows of each input file."""
+        return make_files(self.seed, files=self.files, rows=self.rows, keys=self.keys)
+
+    def __str__(self) -> str:
+        kind = f"{self.workers} {self.store} workers{' of their own' if self.apart else ''}"
+        return f"seed {self.seed}: {self.job}, {self.epochs} epochs of {self.files_per_epoch} files, {kind}"
+
+
+def draw(seed: int, *, faults_max: int = 8) -> Scenario:
+    """The scenario of a seed."""
+    random_ = random.Random(f"scenario {seed}")
+    files_per_epoch = random_.randint(1, 3)
+    epochs = random_.randint(15, 40)
+    apart = random_.random() < 0.25
+    workers = random_.randint(2, 3) + apart
+    crashes = _crashes(random_, epochs)
+    return Scenario(
+        seed=seed,
+        job=random_.choice(sorted(JOBS)),
+        files=epochs * files_per_epoch - random_.randrange(files_per_epoch),
+        rows=random_.choice([20, 60, 300]),
+        keys=random_.choice([50, 400, 3000]),
+        files_per_epoch=files_per_epoch,
+        workers=workers,
+        store=random_.choice(["memory", "memory", "rocksdb"]),
+        apart=apart,
+        faults=_faults(random_, random_.randint(2, faults_max), drivers_left=_DRIVERS_MAX - len(crashes)),
+        crashes=crashes,
+    )
+
+
+def _crashes(random_: random.Random, epochs: int) -> tuple[str, ...]:
+    if random_.random() < 0.6:
+        return ()
+    count = random_.randint(1, 2)
+    at = sorted(random_.sample(range(epochs), count))
+    points = [f"{random_.choice(POINTS)}:{epoch}" for epoch in at]
+    if random_.random() < 0.3:
+        points.insert(random_.randint(0, 1), random_.choice(START_POINTS))
+    return tuple(points)
+
+
+def _faults(random_: random.Random, count: int, drivers_left: int) -> tuple[Fault, ...]:
+    faults = []
+    for _ in range(count):
+        size = random_.choices([1, 2, 3], [6, 2, 1])[0]
+        kinds = random_.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=size)
+        ending = [kind for kind in kinds if kind in ENDS_DRIVER]
+        # One driver ends at a time, and each start of another takes its time.
+        kinds = [kind for kind in kinds if kind not in ENDS_DRIVER] + ending[: drivers_left > 0]
+        drivers_left -= bool(ending)
+        faults.append(
+            Fault(
+                kinds=tuple(kinds) or (Kind.WORKER,),
+                after_s=round(random_.expovariate(1 / 1.5), 2),
+                choice=random_.randrange(1 << 30),
+                early=random_.random() < 0.15,
+                pause_s=round(random_.uniform(2.2, 5.0), 2),
+            )
+        )
+    return tuple(faults)

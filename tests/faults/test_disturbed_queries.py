@@ -1,0 +1,125 @@
+"""Queries that lose workers, tasks and drivers on the way: what comes out is what an undisturbed run gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+from soak.jobs import JOBS
+from soak.places import Places
+from soak.reference import rows_by_spark
+from soak.run import expected_of, play
+from soak.scenarios import Fault, Kind, Scenario, draw
+from soak.verdict import compare
+
+QUIET = Scenario(
+    seed=1,
+    job="aggregate",
+    files=6,
+    rows=40,
+    keys=60,
+    files_per_epoch=2,
+    workers=2,
+    store="memory",
+    apart=False,
+    faults=(),
+    crashes=(),
+)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_model_of_a_job_says_what_spark_says(spark: SparkSession, tmp_path: Path, job: str) -> None:
+    scenario = replace(QUIET, job=job)
+    places = Places(tmp_path)
+    places.write_input(scenario.input())
+    assert rows_by_spark(spark, job, places, scenario.files_per_epoch) == Counter(expected_of(scenario).rows)
+
+
+#: Every kind of fault, in as few starts of Spark as possible.
+SCENARIOS = {
+    "workers and tasks die while the driver stays": Scenario(
+        seed=11,
+        job="two-stages",
+        files=14,
+        rows=60,
+        keys=400,
+        files_per_epoch=1,
+        workers=3,
+        store="memory",
+        apart=False,
+        faults=(
+            Fault((Kind.WORKER,), after_s=0.5, choice=1, early=True),
+            Fault((Kind.TASK,), after_s=1.0, choice=2),
+            Fault((Kind.FREEZE,), after_s=0.3, choice=3, pause_s=4.0),
+            Fault((Kind.WORKER, Kind.WORKER, Kind.TASK), after_s=0.5, choice=4),
+        ),
+        crashes=(),
+    ),
+    "the driver's machine is lost together with a worker": Scenario(
+        seed=12,
+        job="process",
+        files=24,
+        rows=60,
+        keys=400,
+        files_per_epoch=2,
+        workers=2,
+        store="rocksdb",
+        apart=False,
+        faults=(
+            Fault((Kind.WORKER,), after_s=1.0, choice=1),
+            Fault((Kind.FREEZE, Kind.MACHINE), after_s=0.5, choice=2, pause_s=3.0),
+            Fault((Kind.WORKER,), after_s=0.5, choice=3),
+        ),
+        crashes=(),
+    ),
+    "a driver that stood still is replaced and comes back": Scenario(
+        seed=13,
+        job="aggregate",
+        files=36,
+        rows=60,
+        keys=400,
+        files_per_epoch=3,
+        workers=3,
+        store="memory",
+        apart=True,
+        faults=(
+            Fault((Kind.FREEZE,), after_s=0.5, choice=1, pause_s=3.0),
+            Fault((Kind.WORKER, Kind.ZOMBIE), after_s=1.0, choice=2),
+        ),
+        crashes=(),
+    ),
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=list(SCENARIOS))
+def test_a_disturbed_query_gives_what_an_undisturbed_one_gives(
+    spark: SparkSession, tmp_path: Path, scenario: Scenario
+) -> None:
+    outcome = play(spark, scenario, Places(tmp_path))
+    assert outcome.verdict.findings == ()
+    assert outcome.errors == (), "a query must not end by itself, whatever happens to workers and tasks"
+    assert outcome.epochs == scenario.epochs
+    assert outcome.verdict.rows == len(expected_of(scenario).rows)
+    assert outcome.faults.total() >= 2
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_verdict_tells_lost_doubled_and_wrong_rows(job: str) -> None:
+    expected = expected_of(replace(QUIET, job=job))
+    first, second, *rest = expected.rows
+    assert compare(Counter(expected.rows), expected).is_right
+    disturbed = compare(Counter([*rest, *rest[:3], (*second[:-1], -1)]), expected)
+    assert (disturbed.lost, disturbed.doubled, disturbed.wrong) == (2, 3, 1)
+    assert repr(first) in disturbed.findings[0]
+
+
+def test_a_seed_always_gives_the_same_scenario() -> None:
+    scenarios = [draw(seed) for seed in range(200)]
+    assert scenarios == [draw(seed) for seed in range(200)]
+    assert {scenario.job for scenario in scenarios} == set(JOBS)
+    drawn = {kind for scenario in scenarios for fault in scenario.faults for kind in fault.kinds}
+    assert drawn == set(Kind) - {Kind.CRASH}
+    assert any(scenario.crashes for scenario in scenarios)
