@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 Row = tuple[int, int]  #: a stage and a key
 State = dict[Row, int]
+SinkRows = tuple[tuple[Row, int], ...]
 STAGES = 2
+FIRST_STAGE_KEYS = 10
 SECOND_STAGE_KEYS = 5
+ROWS = [(0, key) for key in range(FIRST_STAGE_KEYS)] + [(1, key) for key in range(SECOND_STAGE_KEYS)]
+#: A count that is a multiple of this deletes its key.
+DELETED_AT = 4
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong at a time, in ticks; an undisturbed epoch takes about 150."""
+    """Something that goes wrong at a time, in ticks; an undisturbed epoch takes about 100."""
 
     at: int
 
@@ -38,18 +44,21 @@ class PauseDriver(Fault):
 
 @dataclass(frozen=True)
 class CrashWorker(Fault):
-    """A worker process dies, with all its state; maybe another one is started."""
+    """A worker process dies, with all its state."""
 
     which: int
-    replaced: bool
 
 
 @dataclass(frozen=True)
-class IsolateWorker(Fault):
-    """A worker cannot be reached for a while, and then comes back with the state it had."""
+class SilenceWorker(Fault):
+    """A worker cannot be reached for a while, and comes back with the state it had.
+
+    Requests of that time never arrive (``late=False``), or are all carried out when it is back.
+    """
 
     which: int
     ticks: int
+    late: bool
 
 
 @dataclass(frozen=True)
@@ -80,8 +89,28 @@ class LoseManifest(Fault):
 
 
 @dataclass(frozen=True)
+class LoseSparkCommit(Fault):
+    """From now on, Spark fails when it is to commit the next epoch, which is committed here.
+
+    In the same moment a worker may fall silent.
+    """
+
+    silent_ticks: int = 0
+
+
+@dataclass(frozen=True)
 class RepeatEpoch(Fault):
     """From now on, Spark hands over the next epoch again after it was committed, before its own commit."""
+
+
+@dataclass(frozen=True)
+class KillUpkeep(Fault):
+    """The process that makes a snapshot dies, or a clean-up stops in the middle, if one is under way."""
+
+
+@dataclass(frozen=True)
+class BreakRead(Fault):
+    """From now on, the next time that a worker brings state from the checkpoint, it cannot read the last file."""
 
 
 @dataclass(frozen=True)
@@ -94,35 +123,58 @@ class History:
     epochs: int
     #: The parallelism of each run of an epoch, in turn.
     parallelism: tuple[int, ...]
+    #: How often a request is sent before its receiver is taken for lost.
+    tries: int
     loss_rate: float
     duplicate_rate: float
     #: How many messages take longer than anybody waits.
     delay_rate: float
+    #: Workers end with their driver; a new driver starts new ones.
+    embedded: bool
+    #: The last stage gives all of its rows in every epoch, not those that changed.
+    complete: bool
+    #: How often an epoch is followed by a snapshot and a clean-up.
+    upkeep_rate: float
+    keep_epochs: int
+    #: How long a worker rests at most between two steps of a drain.
+    drain_ticks: int
     faults: tuple[Fault, ...]
 
     @cached_property
     def input(self) -> tuple[tuple[int, ...], ...]:
         """The keys of the rows of each epoch."""
         rng = random.Random(self.seed)
-        return tuple(tuple(rng.randrange(12) for _ in range(10)) for _ in range(self.epochs))
-
-    def group_of(self, row: Row) -> int:
-        return (row[1] * 7 + row[0] * 3) % self.key_groups
+        return tuple(tuple(rng.randrange(FIRST_STAGE_KEYS) for _ in range(6)) for _ in range(self.epochs))
 
     @cached_property
-    def expected(self) -> tuple[State, dict[int, State]]:
-        """The final state, and what the sink holds of each epoch."""
+    def hash_of(self) -> dict[Row, int]:
+        """Few slots for many keys, so that keys of several key groups share one."""
+        return {(stage, key): (key % 3 << 40) + key * 7 + stage * 3 for stage, key in ROWS}
+
+    @cached_property
+    def group_of(self) -> dict[Row, int]:
+        return {row: hash_ % self.key_groups for row, hash_ in self.hash_of.items()}
+
+    @cached_property
+    def expected(self) -> tuple[tuple[State, ...], tuple[SinkRows, ...]]:
+        """The state as of each epoch, and what the sink holds of it."""
+        states: list[State] = []
+        sink: list[SinkRows] = []
         state: State = {}
-        sink: dict[int, State] = {}
-        for epoch, keys in enumerate(self.input):
+        for keys in self.input:
             first = apply_rows(state, first_stage_rows(keys))
             second = apply_rows(state, second_stage_rows(first))
-            state |= first | second
-            sink[epoch] = second
-        return state, sink
+            state = {row: count for row, count in (state | first | second).items() if count % DELETED_AT}
+            states.append(state)
+            whole = {row: count for row, count in state.items() if row[0] == STAGES - 1}
+            sink.append(sink_rows(whole | second if self.complete else second))
+        return tuple(states), tuple(sink)
+
+    def state_at(self, epoch: int) -> State:
+        return self.expected[0][epoch] if epoch >= 0 else {}
 
 
-def first_stage_rows(keys: tuple[int, ...]) -> list[tuple[Row, int]]:
+def first_stage_rows(keys: Iterable[int]) -> list[tuple[Row, int]]:
     return [((0, key), 1) for key in keys]
 
 
@@ -131,44 +183,63 @@ def second_stage_rows(counts: State) -> list[tuple[Row, int]]:
     return [((1, key % SECOND_STAGE_KEYS), count) for (_, key), count in sorted(counts.items())]
 
 
-def apply_rows(state: State, rows: list[tuple[Row, int]]) -> State:
-    """What the rows change the state to; only the keys that they touch."""
-    changes: State = {}
+def apply_rows(state: State, rows: Iterable[tuple[Row, int]]) -> State:
+    """What the rows change counts to; only the keys that they touch. Which counts delete their key: DELETED_AT."""
+    counts: State = {}
     for row, amount in rows:
-        changes[row] = changes.get(row, state.get(row, 0)) + amount
-    return changes
+        counts[row] = counts.get(row, state.get(row, 0)) + amount
+    return counts
+
+
+def sink_rows(counts: State) -> SinkRows:
+    return tuple(sorted(counts.items()))
 
 
 def draw_history(seed: int) -> History:
     rng = random.Random(seed)
-    epochs = rng.randint(2, 4)
-    horizon = 170 * epochs
-    makers = (
-        lambda at: CrashDriver(at),
-        lambda at: CrashDriver(at),
-        lambda at: SecondDriver(at),
-        lambda at: PauseDriver(at, ticks=rng.randint(20, 300)),
-        lambda at: CrashWorker(at, which=rng.randrange(8), replaced=rng.random() < 0.5),
-        lambda at: IsolateWorker(at, which=rng.randrange(8), ticks=rng.randint(20, 300)),
-        lambda at: Rescale(at, workers=rng.randint(1, 4)),
-        lambda at: SlowTask(at),
-        lambda at: BrokenTask(at),
-        lambda at: FailJob(at),
-        lambda at: LoseManifest(at),
-        lambda at: RepeatEpoch(at),
-    )
-    times = sorted(rng.randrange(horizon) for _ in range(rng.randint(0, 8)))
+    epochs = rng.choice((1, 2, 2, 3))
+    horizon = 60 + 100 * epochs
+    times = sorted(rng.randrange(horizon) for _ in range(rng.randint(0, 5)))
     return History(
         seed=seed,
         workers=rng.randint(1, 3),
-        key_groups=rng.randint(4, 9),
+        key_groups=rng.randint(4, 8),
         epochs=epochs,
-        parallelism=tuple(rng.randint(1, 5) for _ in range(3)),
-        loss_rate=rng.choice((0.0, 0.0, 0.02, 0.08)),
+        parallelism=tuple(rng.randint(1, 3) for _ in range(3)),
+        tries=rng.choice((1, 1, 3)),
+        loss_rate=rng.choice((0.0, 0.0, 0.01, 0.04)),
         duplicate_rate=rng.choice((0.0, 0.0, 0.02, 0.1)),
-        delay_rate=rng.choice((0.0, 0.01, 0.03)),
-        faults=tuple(rng.choice(makers)(at) for at in times),
+        delay_rate=rng.choice((0.0, 0.005, 0.02)),
+        embedded=rng.random() < 0.2,
+        complete=rng.random() < 0.3,
+        upkeep_rate=rng.choice((0.0, 1.0, 1.0)),
+        keep_epochs=rng.choice((1, 1, 2)),
+        drain_ticks=rng.choice((30, 60, 400)),
+        faults=tuple(draw_fault(rng, at) for at in times),
     )
+
+
+def draw_fault(rng: random.Random, at: int) -> Fault:
+    makers = (
+        lambda: CrashDriver(at),
+        lambda: CrashDriver(at),
+        lambda: SecondDriver(at),
+        lambda: PauseDriver(at, ticks=rng.randint(20, 300)),
+        lambda: CrashWorker(at, which=rng.randrange(8)),
+        lambda: CrashWorker(at, which=rng.randrange(8)),
+        lambda: SilenceWorker(at, which=rng.randrange(8), ticks=rng.randint(20, 300), late=rng.random() < 0.5),
+        lambda: SilenceWorker(at, which=rng.randrange(8), ticks=rng.randint(20, 100), late=rng.random() < 0.5),
+        lambda: Rescale(at, workers=rng.randint(1, 3)),
+        lambda: SlowTask(at),
+        lambda: BrokenTask(at),
+        lambda: FailJob(at),
+        lambda: LoseManifest(at),
+        lambda: LoseSparkCommit(at),
+        lambda: RepeatEpoch(at),
+        lambda: KillUpkeep(at),
+        lambda: BreakRead(at),
+    )
+    return rng.choice(makers)()
 
 
 def undisturbed(history: History) -> History:
@@ -179,15 +250,73 @@ def undisturbed(history: History) -> History:
 def draw_return(seed: int) -> History:
     """An epoch is run again without a worker that has committed its first run; the worker comes back afterwards."""
     rng = random.Random(seed)
-    isolate = IsolateWorker(at=rng.randint(80, 120), which=rng.randrange(3), ticks=rng.randint(200, 350))
+    faults = (LoseSparkCommit(at=0, silent_ticks=rng.randint(60, 150)), Rescale(at=rng.randint(130, 200), workers=3))
     quiet = undisturbed(draw_history(seed))
-    faults = (RepeatEpoch(at=0), isolate)
-    return replace(quiet, workers=3, key_groups=9, epochs=rng.randint(1, 2), parallelism=(3,), faults=faults)
+    shape = {"workers": 2, "key_groups": 8, "epochs": rng.randint(1, 2), "parallelism": (2,)}
+    return replace(quiet, **shape, embedded=False, faults=faults)
 
 
 def draw_rerun(seed: int) -> History:
     """An epoch is run again with another parallelism while tasks of its earlier run are still busy."""
     rng = random.Random(seed)
-    faults = tuple(FailJob(at=rng.randint(20, 400)) for _ in range(3))
+    times = sorted(rng.randint(20, 200) for _ in range(3))
+    faults = tuple(
+        fault for turn, at in enumerate(times) for fault in (Rescale(at, workers=1 + turn % 2), FailJob(at + 1))
+    )
     quiet = undisturbed(draw_history(seed))
-    return replace(quiet, workers=rng.randint(1, 2), key_groups=9, parallelism=(2, 5, 3), faults=faults)
+    return replace(quiet, workers=2, key_groups=8, parallelism=(2, 3, 1), embedded=False, faults=faults)
+
+
+def draw_losses(seed: int) -> History:
+    """Workers are lost one after the other, so that key groups move on while they have not arrived."""
+    rng = random.Random(seed)
+    history = draw_history(seed)
+    times = sorted(rng.randrange(100, 100 + 100 * history.epochs) for _ in range(3))
+    faults = tuple(
+        rng.choice(
+            (
+                CrashWorker(at, which=rng.randrange(8)),
+                SilenceWorker(at, which=rng.randrange(8), ticks=rng.randint(20, 150), late=True),
+                Rescale(at, workers=rng.randint(1, 3)),
+            )
+        )
+        for at in times
+    )
+    delay_rate = rng.choice((history.delay_rate, 0.05))
+    return replace(history, workers=3, epochs=history.epochs + 1, delay_rate=delay_rate, faults=faults)
+
+
+def draw_upkeep(seed: int) -> History:
+    """Key groups arrive slowly, while snapshots are made, and what is older than those is cleaned up."""
+    rng = random.Random(seed)
+    history = draw_history(seed)
+    epochs = rng.randint(3, 4)
+    makers = (
+        lambda at: CrashWorker(at, which=rng.randrange(8)),
+        lambda at: CrashWorker(at, which=rng.randrange(8)),
+        lambda at: CrashDriver(at),
+        lambda at: Rescale(at, workers=rng.randint(1, 3)),
+        lambda at: KillUpkeep(at),
+        lambda at: BreakRead(at),
+    )
+    times = sorted(rng.randrange(80, 100 * epochs) for _ in range(rng.randint(1, 3)))
+    faults = tuple(rng.choice(makers)(at) for at in times)
+    return replace(history, epochs=epochs, keep_epochs=1, upkeep_rate=1.0, drain_ticks=600, faults=faults)
+
+
+def draw_late_pieces(seed: int) -> History:
+    """Drivers follow each other, and requests come again long after they were sent."""
+    rng = random.Random(seed)
+    faults = tuple(CrashDriver(at=rng.randint(30, 160)) for _ in range(2))
+    return replace(undisturbed(draw_history(seed)), duplicate_rate=0.4, embedded=False, epochs=2, faults=faults)
+
+
+def draw_broken_reads(seed: int) -> History:
+    """Workers fail to read some files of key groups that move on before they have arrived, and newer snapshots come."""
+    rng = random.Random(seed)
+    times = [rng.randrange(100, 400) for _ in range(6)]
+    faults = [BreakRead(at) for at in times] + [CrashDriver(at=rng.randrange(150, 600))]
+    faults += [Rescale(at=rng.randrange(100, 600), workers=rng.randint(1, 3)) for _ in range(4)]
+    shape = {"workers": 2, "epochs": 5, "keep_epochs": 1, "upkeep_rate": 1.0, "drain_ticks": rng.choice((300, 900))}
+    quiet = undisturbed(draw_history(seed))
+    return replace(quiet, **shape, embedded=False, faults=tuple(sorted(faults, key=lambda fault: fault.at)))

@@ -77,6 +77,8 @@ class Cluster:
         self._lost: set[WorkerId] = set()
         self._newcomers: list[Member] = []
         self._starting = 0
+        #: How often key groups were assigned by this driver, since it resumed the job.
+        self._assignments = 0
         #: Held while key groups are assigned: until that is over, workers do not know what they will read.
         self._assigning = threading.Lock()
         #: What workers may still be reading from the checkpoint: each assignment points them to its own files.
@@ -149,10 +151,11 @@ class Cluster:
                 save_route(self._claimed.storage, self.route, generation=self._claimed.generation)
                 self.routing = self._make_routing()
             try:
-                files = state_files(self._claimed.storage, committed.epoch)
                 with self._assigning:
+                    files = state_files(self._claimed.storage, committed.epoch)
                     self._adopted_from = [files]
-                    open_on_all(self._claimed, self.members, self.route, committed, files)
+                    self._assignments += 1
+                    open_on_all(self._claimed, self.members, self.route, committed, files, self._assignments)
             except LostWorkerError as error:
                 logger.warning("another worker was lost during a repair: %s", error)
                 self.look_for_losses()

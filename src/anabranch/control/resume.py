@@ -19,6 +19,7 @@ from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.checkpoint.statefiles import StateFiles, state_files
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.members import Member, Membership
+from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Epoch, Generation, JobId
 from anabranch.core.requests import RunId
 from anabranch.core.routes import Route, initial_route, next_route
@@ -75,12 +76,23 @@ def claim(
     storage = Storage(state_location) if state_location else spark
     wanted = JobDescription(FORMAT_VERSION, JobId(uuid.uuid4().hex), key_groups, tuple(stages))
     job = create_or_check(storage, wanted, spark)
-    before = latest_generation(storage)
-    is_volatile = before != NO_GENERATION and bool(generation_info(storage, before).get(VOLATILE))
+    is_volatile = _was_volatile(storage)
     info = {"host": socket.gethostname(), "pid": os.getpid(), VOLATILE: interval_s or is_volatile}
     generation = claim_generation(storage, info)
     save_shape(storage, job, generation, spark)
     return Claimed(storage, spark, job, generation, is_volatile)
+
+
+def _was_volatile(storage: Storage) -> bool:
+    """Whether the newest driver did not make every epoch durable. If nobody can tell, a missing epoch is an error."""
+    before = latest_generation(storage)
+    if before == NO_GENERATION:
+        return False
+    try:
+        return bool(generation_info(storage, before).get(VOLATILE))
+    except CheckpointError as error:
+        logger.warning("%s", error)
+        return False
 
 
 def resume(claimed: Claimed, members: Membership) -> Resumed:
@@ -108,16 +120,20 @@ def _return_to_durable_epoch(claimed: Claimed) -> Epoch:
     return durable
 
 
-def open_on_all(claimed: Claimed, members: Membership, route: Route, committed: Committed, files: StateFiles) -> None:
+def open_on_all(
+    claimed: Claimed, members: Membership, route: Route, committed: Committed, files: StateFiles, number: int = 0
+) -> None:
     """Bring every worker to a committed epoch, and give it its key groups under a route.
 
     State that a worker has already stays where it is. All other state comes from the checkpoint, when it is needed.
     """
     with ThreadPoolExecutor(max_workers=max(1, len(members))) as pool:
-        list(pool.map(lambda member: _open_on(claimed, member, route, committed, files), members.all))
+        list(pool.map(lambda member: _open_on(claimed, member, route, committed, files, number), members.all))
 
 
-def _open_on(claimed: Claimed, member: Member, route: Route, committed: Committed, files: StateFiles) -> None:
+def _open_on(
+    claimed: Claimed, member: Member, route: Route, committed: Committed, files: StateFiles, number: int
+) -> None:
     member.client.call(
         messages.OpenJob(
             job=claimed.job.job_id,
@@ -134,7 +150,7 @@ def _open_on(claimed: Claimed, member: Member, route: Route, committed: Committe
             job=claimed.job.job_id,
             generation=claimed.generation,
             epoch=committed.epoch,
-            route_version=route.version,
+            number=number,
             groups=[int(group) for group in route.groups_of(member.worker)],
             snapshot=[asdict(file) for file in files.snapshot_files],
             changes=[asdict(file) for file in files.change_files],

@@ -81,8 +81,8 @@ class Assign(JobRequest):
     """
 
     epoch: int
-    #: Never falls within a generation; what an older route says is refused.
-    route_version: int
+    #: Counts the assignments of a generation; one that was overtaken by a later one is refused.
+    number: int
     groups: list[int]
     #: SnapshotFile and ChangeFile as JSON; changes in the order of their epochs.
     snapshot: list[dict[str, Any]]

@@ -84,11 +84,11 @@ class Adoption:
         return np.unique(slots[~self._fetched[slots]])
 
     def _bring(self, selection: Selection) -> int:
-        rows = 0
-        for changes in self._origin.select(selection):
+        # All or nothing: a row whose removal could not be read would stay, if the next origin knows neither.
+        parts = list(self._origin.select(selection))
+        for changes in parts:
             self._state.load(changes)
-            rows += len(changes)
-        return rows
+        return sum(map(len, parts))
 
 
 def _slots_for(rows: int) -> int:

@@ -83,6 +83,8 @@ class Holdings:
 
     def complete(self, variable: Variable, groups: Collection[int] | None = None) -> None:
         """Make sure that these key groups (None: all) are here as a whole."""
+        if groups is not None and not self._held[list(groups)].all():
+            raise WorkerError("Some key groups are not held by this worker. The task has an old route: run it again.")
         for adoption in self._adoptions.get(variable, ()):
             adoption.drain(adoption.pending if groups is None else groups)
 

@@ -67,8 +67,8 @@ class WorkerJob:
         self._expiries: dict[tuple[int, str], ExpiryIndex] = {}
         self._routing: dict[str, Any] = {}
         self._holdings = Holdings({}, 0)
-        #: The generation and version of the route that key groups were last assigned by.
-        self._route = 0, 0
+        #: The generation and number of the assignment that was carried out last.
+        self._assignment = 0, 0
 
     def open(self, request: messages.OpenJob) -> dict[str, Any]:
         """Take part from an epoch on. State of that epoch that is here stays; any other is forgotten."""
@@ -100,12 +100,9 @@ class WorkerJob:
                     f"Key groups as of epoch {request.epoch} do not fit worker {self._worker}, which has epoch "
                     f"{self._machine.committed}. Open the job at that epoch first."
                 )
-            if (request.generation, request.route_version) < self._route:
-                raise EpochError(
-                    f"Worker {self._worker} knows a newer route than {request.route_version}. Take key groups from the "
-                    "newest one."
-                )
-            self._route = request.generation, request.route_version
+            if (request.generation, request.number) < self._assignment:
+                raise EpochError(f"Worker {self._worker} has been given other key groups since. Leave them.")
+            self._assignment = request.generation, request.number
             snapshot = [SnapshotFile(**file) for file in request.snapshot]
             changes = [ChangeFile(**file) for file in request.changes]
 
