@@ -175,7 +175,7 @@ class Coordinator:
         if not self._volatile:
             return
         answers = self._on_all(lambda member: self._call(member, messages.Flush(**self._job())))
-        self._write_manifests([_file(pair) for answer in answers for pair in answer["files"]])
+        self._write_manifests([_file(pair) for answer in answers for pair in answer["files"]], self._volatile)
 
     def status(self) -> Mapping[str, Any]:
         return {**status_of(self.cluster, self.repairs), "lastSnapshot": self._upkeep.last_snapshot}
@@ -307,21 +307,19 @@ class Coordinator:
         }
         try:
             if self._is_durable_now:
-                self._volatile[instruction.epoch] = instruction.run
-                self._write_manifests(instruction.files)
+                self._write_manifests(instruction.files, {**self._volatile, instruction.epoch: instruction.run})
             else:
                 check_generation(self._claimed.storage, self._claimed.generation)
                 self._volatile[instruction.epoch] = instruction.run
         except FencedError as error:
             return events.ManifestFailed(instruction.run, str(error), fenced=True)
         except CheckpointError as error:
-            self._volatile.pop(instruction.epoch, None)
             return events.ManifestFailed(instruction.run, str(error))
         return events.ManifestWritten(instruction.run)
 
-    def _write_manifests(self, files: Sequence[tuple[Epoch, ChangeFile]]) -> None:
-        """Of all epochs that are not durable, oldest first: so whatever is there is whole."""
-        for epoch, run in sorted(self._volatile.items()):
+    def _write_manifests(self, files: Sequence[tuple[Epoch, ChangeFile]], runs: Mapping[Epoch, Run]) -> None:
+        """Of epochs that are not durable yet, oldest first: so whatever is there is whole."""
+        for epoch, run in sorted(runs.items()):
             manifest = Manifest(
                 epoch=epoch,
                 generation=self._claimed.generation,
@@ -331,7 +329,7 @@ class Coordinator:
             )
             write_manifest(self._claimed.storage, manifest)
             self._durable = Committed(epoch, RunId(self._claimed.generation, run))
-            del self._volatile[epoch]
+            self._volatile.pop(epoch, None)
         self._durable_at_s = time.monotonic()
 
     def _abort_on(self, aborts: Sequence[events.AbortOn]) -> None:

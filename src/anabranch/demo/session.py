@@ -72,6 +72,7 @@ def _start(master: str, parallelism: int, folder: Path) -> SparkSession:
         .config("spark.log.level", "ERROR")
         # Over TCP every Python task waits some 40 ms for a delayed acknowledgement.
         .config("spark.python.unix.domain.socket.enabled", True)
+        .config("spark.python.daemon.module", "anabranch.operators.daemon")
         .config("spark.sql.session.timeZone", "UTC")
         .config("spark.sql.shuffle.partitions", parallelism)
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))

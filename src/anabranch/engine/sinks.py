@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from py4j.protocol import Py4JJavaError
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType
 
@@ -27,6 +28,9 @@ FILE_FORMATS = {
     "orc": "org.apache.spark.sql.execution.datasources.orc.OrcFileFormat",
     "text": "org.apache.spark.sql.execution.datasources.text.TextFileFormat",
 }
+
+#: What Spark's file sink says when another query has added the same epoch to its log a moment before.
+_TAKEN_BY_ANOTHER = "Race while writing batch"
 
 
 class Sink(Protocol):
@@ -54,7 +58,13 @@ class FileSink:
     def write(self, rows: DataFrame, epoch: int) -> None:
         if self._sink is None:
             self._sink = self._open(rows.sparkSession)
-        self._sink.addBatch(epoch, rows._jdf)
+        try:
+            self._sink.addBatch(epoch, rows._jdf)
+        except Py4JJavaError as error:
+            if _TAKEN_BY_ANOTHER not in str(error.java_exception):
+                raise
+            # An older driver, not fenced yet, has written the same epoch from the same offsets. Now Spark knows it.
+            self._sink.addBatch(epoch, rows._jdf)
 
     def _open(self, spark: SparkSession) -> Any:
         jvm: Any = spark._jvm
