@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shutil
 import subprocess
 import sys
 import threading
@@ -136,7 +137,9 @@ def compact_in_process(
     on_start: Callable[[subprocess.Popen[str]], None] = lambda _: None,
 ) -> int:
     """Let a process of low priority write the snapshot of an epoch, here or elsewhere; the rows that it has."""
-    command = [sys.executable, "-m", "anabranch.worker.compaction", claimed.storage.location, str(epoch)]
+    # Of low priority from its first moment: what it imports takes a second of a core.
+    command = [nice, "-n", "19"] if (nice := shutil.which("nice")) else []
+    command += [sys.executable, "-m", "anabranch.worker.compaction", claimed.storage.location, str(epoch)]
     command += ["--generation", str(claimed.generation)]
     if target:
         command += ["--to", target]

@@ -215,6 +215,8 @@ def _unwritable(target: Path, error: OSError) -> CheckpointError:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints one line of JSON about the snapshot, or says on standard error why there is none."""
     os.nice(19)
+    # Epochs need the other cores.
+    pa.set_cpu_count(1)
     parser = argparse.ArgumentParser(prog="python -m anabranch.worker.compaction", description=compact.__doc__)
     parser.add_argument("location", help="the checkpoint")
     parser.add_argument("up_to", type=int, help="the epoch")
