@@ -17,6 +17,7 @@ from bench.memory import memory
 from bench.processor import processor
 from bench.recovery import recovery
 from bench.report import say
+from bench.rescale import rescale
 from bench.session import was_interrupted
 from bench.steady import steady
 
@@ -28,6 +29,7 @@ BENCHMARKS: dict[str, Callable[..., None]] = {
     "memory": memory,
     "recovery": recovery,
     "durability": durability,
+    "rescale": rescale,
 }
 _INTERRUPTED = 130
 _HELP = ("--help", "-h")

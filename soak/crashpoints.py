@@ -8,8 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from anabranch.control import coordinator as coordinator_module
+from anabranch.control import assigning as assigning_module
+from anabranch.control import claims as claims_module
+from anabranch.control import cluster as cluster_module
+from anabranch.control import durability as durability_module
 from anabranch.control import resume as resume_module
+from anabranch.control.cluster import Cluster
 from anabranch.control.coordinator import Coordinator
 from anabranch.core import epoch_events as events
 from anabranch.engine.loop import EpochLoop
@@ -42,6 +46,9 @@ POINTS = (
 )
 #: Points within the start of a query, which have no epoch.
 START_POINTS = ("claim:after", "route:before", "open:before", "open:after")
+#: Points within a change of the workers, be it a rescale or a repair, in order; the first change is meant.
+CHANGE_POINTS = ("change:before", "reroute:after", "assign-one:after", "assign:after", "migrate:after")
+_ALL_POINTS = (*POINTS, *START_POINTS, *CHANGE_POINTS)
 
 
 #: What happens at a point.
@@ -64,8 +71,8 @@ def hold(places: Places) -> None:
 def install(text: str, action: Action, checkpoint: Path) -> None:
     """Make this process act at a point, such as ``sink:before:3``, or ``claim:after``."""
     step, when, *rest = text.split(":")
-    if f"{step}:{when}" not in (*POINTS, *START_POINTS):
-        raise ValueError(f"There is no crash point {text!r}. There are: {', '.join((*POINTS, *START_POINTS))}.")
+    if f"{step}:{when}" not in _ALL_POINTS:
+        raise ValueError(f"There is no crash point {text!r}. There are: {', '.join(_ALL_POINTS)}.")
     epoch = int(rest[0]) if rest else -1
     if (step, when) == ("spark-commit", "after"):
         _watch_for(checkpoint / "commits" / str(epoch), action)
@@ -98,6 +105,10 @@ def _places_of(step: str, epoch: int) -> tuple[Any, str, _Applies]:
     def is_epoch(*arguments: Any) -> bool:
         return bool(arguments[-1] == epoch)
 
+    def is_in_change(*arguments: Any) -> bool:
+        """Key groups are assigned when a query starts, too; then no route was in force before."""
+        return arguments[-1].before is not None
+
     def always(*_: Any, **__: Any) -> bool:
         return True
 
@@ -106,12 +117,17 @@ def _places_of(step: str, epoch: int) -> tuple[Any, str, _Applies]:
         "sink": (FileSink, "write", is_epoch),
         "seal": (Coordinator, "missing", is_epoch),
         "prepare": (Coordinator, "_ask", is_asked(events.PrepareOn)),
-        "manifest": (coordinator_module, "write_manifest", lambda _, manifest: manifest.epoch == epoch),
+        "manifest": (durability_module, "write_manifest", lambda _, manifest: manifest.epoch == epoch),
         "commit": (Coordinator, "_ask", is_asked(events.CommitOn)),
         "spark-commit": (EpochLoop, "__call__", is_epoch),
-        "claim": (resume_module, "save_shape", always),
+        "claim": (claims_module, "save_shape", always),
         "route": (resume_module, "save_route", always),
-        "open": (resume_module, "open_on_all", always),
+        "open": (resume_module, "carry_out", always),
+        "change": (Cluster, "change", always),
+        "reroute": (cluster_module, "save_route", always),
+        "assign": (cluster_module, "carry_out", always),
+        "assign-one": (assigning_module, "_assign", is_in_change),
+        "migrate": (Cluster, "_begin_migration", always),
     }
     return found[step]
 

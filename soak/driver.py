@@ -85,9 +85,10 @@ def main() -> int:
         crashpoints.install(point, crashpoints.crash, places.checkpoint)
     if point := os.environ.get(crashpoints.HOLD_VARIABLE):
         crashpoints.install(point, partial(crashpoints.hold, places), places.checkpoint)
-    options = dict(option.split("=", 1) for option in arguments.option)
+    options = {"anabranch.controlPort": "0", **dict(option.split("=", 1) for option in arguments.option)}
     try:
         query = start(spark, job, places, files_per_epoch=arguments.files_per_epoch, options=options)
+        write_json(places.url(os.getpid()), query.url)
         write_json(places.ready(os.getpid()), [worker["pid"] for worker in query.workers()])
         query.processAllAvailable()
         write_json(places.state, state_of(query, job))

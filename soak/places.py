@@ -59,6 +59,14 @@ class Places:
         """There once the query of this driver runs; holds the pids of its workers."""
         return self.root / f"ready-{pid}.json"
 
+    def url(self, pid: int) -> Path:
+        """Holds the place of this driver's HTTP API; there before it is ready."""
+        return self.root / f"url-{pid}.json"
+
+    def url_of(self, pid: int) -> str:
+        """Where the HTTP API of a driver that is ready is."""
+        return str(json.loads(self.url(pid).read_text()))
+
     def error(self, pid: int) -> Path:
         """Why the query of this driver ended, if it did so by itself."""
         return self.root / f"error-{pid}.json"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +25,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 #: In the environment of all processes of one query, which they hand down: tells whose they are.
 _MARK = "SOAK_MARK"
 _LOOK_INTERVAL_S = 0.02
+_REDIS_START_S = 20.0
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess)
 
 
@@ -95,15 +98,20 @@ class Processes:
             _MARK: self._mark,
         }
         self._started: list[subprocess.Popen[bytes]] = []
+        #: Where the Redis server of this query is; empty if it has none.
+        self.redis_url = ""
+        self._redis: subprocess.Popen[bytes] | None = None
 
     def start_driver(self, arguments: Sequence[str], crash: str | None = None) -> Driver:
         driver = Driver(self._places, arguments, self.environment, crash)
         self._started.append(driver.process)
         return driver
 
-    def start_worker(self, name: str, store: str, port: int = 0) -> dict[str, Any]:
+    def start_worker(self, name: str, store: str, *, port: int = 0, join: str = "") -> dict[str, Any]:
         """A state worker that no driver has started; what it says about itself."""
         command = [sys.executable, "-m", "anabranch", "worker", "--id", name, "--port", str(port), "--store", store]
+        command += ["--redis-url", self.redis_url] if self.redis_url else []
+        command += ["--join", join] if join else []
         with self._places.log.open("ab") as log:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=self.environment)
         self._started.append(process)
@@ -111,6 +119,20 @@ class Processes:
         ready: dict[str, Any] = json.loads(process.stdout.readline())
         process.stdout.close()
         return ready
+
+    def start_redis(self) -> None:
+        """A Redis server of the query's own, which saves nothing."""
+        if shutil.which("redis-server") is None:
+            raise FileNotFoundError("This scenario needs redis-server. Install it, or choose another --seed.")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        with self._places.log.open("ab") as log:
+            self._redis = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._places.root)
+        if not wait_until(lambda: _listens(port), _REDIS_START_S):
+            raise TimeoutError(f"redis-server did not start; see {self._places.log}.")
+        self.redis_url = f"redis://127.0.0.1:{port}/0"
 
     def left(self) -> list[psutil.Process]:
         """Everything that carries the mark of this query."""
@@ -127,6 +149,14 @@ class Processes:
                 process.kill()
         for started in self._started:
             started.wait()
+        if self._redis is not None:
+            self._redis.kill()
+            self._redis.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def is_worker(process: psutil.Process) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import shutil
 import signal
 import threading
 import time
+import urllib.request
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +32,7 @@ _STARTS_MAX = 20
 #: Within this time, what belongs to a driver that is gone has to be gone as well.
 _LEFT_MAX_S = 30.0
 _HICCUP_S = 0.7
+_ANSWER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,15 @@ class _Run:
         self._apart: dict[str, dict[str, Any]] = {}
         #: Those that the driver has lost since it started, or is about to lose.
         self._out: set[str] = set()
+        #: Those that were told to stop.
+        self._told: set[str] = set()
+        #: Workers that joined by themselves: their pids.
+        self._guests: list[int] = []
+        self._guest_numbers = itertools.count(1)
         self._last_fault_s = self._ready_s = time.monotonic()
         self._moved: tuple[float, int, int] = (time.monotonic(), 0, 0)
+        if scenario.store == "redis":
+            self.processes.start_redis()
         self._driver = self._start()
 
     def until_finished(self) -> list[str]:
@@ -132,7 +143,7 @@ class _Run:
 
     def leftovers(self) -> list[str]:
         """Processes that ought to be gone."""
-        apart = {worker["pid"] for worker in self._apart.values()}
+        apart = {*self._guests, *(worker["pid"] for worker in self._apart.values())}
 
         def left() -> list[psutil.Process]:
             return [process for process in self.processes.left() if process.pid not in apart]
@@ -146,11 +157,14 @@ class _Run:
     def _start(self) -> Driver:
         scenario = self._scenario
         options: dict[str, Any] = {"workerTimeout": scenario.worker_timeout_s, "heartbeat": 0.5, "requestTimeout": 30}
+        options |= {"store": scenario.store, "migration": scenario.migration}
+        if self.processes.redis_url:
+            options["redisUrl"] = self.processes.redis_url
         if scenario.apart:
             self._revive_workers()
             options["workerAddresses"] = ",".join(worker["address"] for worker in self._apart.values())
         else:
-            options |= {"workers": scenario.workers, "store": scenario.store}
+            options["workers"] = scenario.workers
         arguments = ["--job", scenario.job, "--files-per-epoch", str(scenario.files_per_epoch)]
         for name, value in options.items():
             arguments += ["--option", f"anabranch.{name}={value}"]
@@ -189,10 +203,16 @@ class _Run:
             name = f"apart-{number}"
             known = self._apart.get(name)
             if known is not None and psutil.pid_exists(known["pid"]) and is_alive(psutil.Process(known["pid"])):
-                _resume([psutil.Process(known["pid"])])
-                continue
+                worker = psutil.Process(known["pid"])
+                _resume([worker])
+                if name not in self._told:
+                    continue
+                # It would leave as soon as it can.
+                send(worker, signal.SIGKILL)
+                wait_until(lambda worker=worker: not is_alive(worker), _LEFT_MAX_S)  # type: ignore[misc]
             port = int(known["address"].rpartition(":")[2]) if known else 0
-            self._apart[name] = self.processes.start_worker(name, self._scenario.store, port)
+            self._apart[name] = self.processes.start_worker(name, self._scenario.store, port=port)
+        self._told.clear()
 
     # ------------------------------------------------------------------------------------------------- faults
 
@@ -215,8 +235,12 @@ class _Run:
 
     def _carry_out(self, kind: Kind, fault: Fault, choice: random.Random) -> bool:
         match kind:
-            case Kind.WORKER | Kind.FREEZE | Kind.HICCUP:
+            case Kind.WORKER | Kind.FREEZE | Kind.HICCUP | Kind.LEAVE:
                 return self._disturb_worker(kind, fault, choice)
+            case Kind.RESCALE:
+                return self._rescale(choice)
+            case Kind.JOIN:
+                return self._join()
             case Kind.TASK:
                 tasks = self._driver.task_processes()
                 return bool(tasks) and send(choice.choice(tasks), signal.SIGKILL)
@@ -240,13 +264,35 @@ class _Run:
             return False
         if kind is Kind.WORKER:
             return send(victim, signal.SIGKILL)
+        if kind is Kind.LEAVE:
+            self._told |= {name for name, worker in self._apart.items() if worker["pid"] == victim.pid}
+            return send(victim, signal.SIGTERM)
         pause_s = fault.pause_s if kind is Kind.FREEZE else _HICCUP_S
         self._frozen.append((time.monotonic() + pause_s, [victim]))
         return send(victim, signal.SIGSTOP)
 
+    def _rescale(self, choice: random.Random) -> bool:
+        """Ask for another number of workers, or another parallelism; False if nobody hears it."""
+        wanted: dict[str, Any] = {}
+        # Of workers of their own, no driver can start any: those that it let go would be missing.
+        if not self._scenario.apart and choice.random() < 0.8:
+            wanted["workers"] = choice.randint(1, 4)
+        if not wanted or choice.random() < 0.4:
+            wanted["parallelism"] = choice.randint(1, 5)
+        return self._driver.is_ready and ask(self._places.url_of(self._driver.pid), "/rescale", wanted)
+
+    def _join(self) -> bool:
+        if not self._driver.is_ready:
+            return False
+        name = f"guest-{next(self._guest_numbers)}"
+        url = self._places.url_of(self._driver.pid)
+        self._guests.append(self.processes.start_worker(name, self._scenario.store, join=url)["pid"])
+        return True
+
     def _choose_worker(self, choice: random.Random, *, for_good: bool) -> psutil.Process | None:
         if not self._scenario.apart:
-            workers = self._driver.workers()
+            guests = [psutil.Process(pid) for pid in self._guests if psutil.pid_exists(pid)]
+            workers = [*self._driver.workers(), *filter(is_alive, guests)]
             return choice.choice(workers) if workers else None
         # No driver can replace these: one is left until the next driver starts.
         names = sorted(set(self._apart) - self._out)
@@ -273,6 +319,16 @@ class _Run:
             self._moved = time.monotonic(), self._places.committed_epochs(), self.drivers
             return False
         return time.monotonic() - since_s > _STILL_MAX_S
+
+
+def ask(url: str, path: str, body: dict[str, Any]) -> bool:
+    """Whether the driver there does what it is asked."""
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_S):
+            return True
+    except OSError:
+        return False
 
 
 def _resume(processes: list[psutil.Process]) -> None:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
-from soak.crashpoints import POINTS, START_POINTS
+from soak.crashpoints import CHANGE_POINTS, POINTS, START_POINTS
 from soak.jobs import JOBS, InputRow, make_files
 
 
@@ -21,6 +21,12 @@ class Kind(StrEnum):
     HICCUP = "worker slow"
     #: A Python process that runs tasks of Spark's is killed.
     TASK = "task process killed"
+    #: The query is asked for another number of workers, or another parallelism.
+    RESCALE = "rescaled"
+    #: A state worker that was started by hand joins the query.
+    JOIN = "worker joined"
+    #: A state worker is told to stop: it hands over what it has, and leaves.
+    LEAVE = "worker told to stop"
     #: The driver's Python process is killed; a new driver starts at once.
     DRIVER = "driver killed"
     #: Everything on the driver's machine is killed at the same moment; a new driver starts.
@@ -38,6 +44,9 @@ _WEIGHTS = {
     Kind.FREEZE: 3,
     Kind.HICCUP: 2,
     Kind.TASK: 3,
+    Kind.RESCALE: 8,
+    Kind.JOIN: 2,
+    Kind.LEAVE: 3,
     Kind.DRIVER: 2,
     Kind.MACHINE: 1,
     Kind.ZOMBIE: 1,
@@ -77,6 +86,8 @@ class Scenario:
     #: Where the first drivers crash by themselves, one after the other.
     crashes: tuple[str, ...]
     worker_timeout_s: float = 2.0
+    #: How state follows when workers come and go.
+    migration: str = "lazy"
 
     @property
     def epochs(self) -> int:
@@ -87,7 +98,7 @@ class Scenario:
         return make_files(self.seed, files=self.files, rows=self.rows, keys=self.keys)
 
     def __str__(self) -> str:
-        kind = f"{self.workers} {self.store} workers{' of their own' if self.apart else ''}"
+        kind = f"{self.workers} {self.store} workers{' of their own' if self.apart else ''}, {self.migration}"
         return f"seed {self.seed}: {self.job}, {self.epochs} epochs of {self.files_per_epoch} files, {kind}"
 
 
@@ -107,10 +118,11 @@ def draw(seed: int, *, faults_max: int = 8) -> Scenario:
         keys=random_.choice([50, 400, 3000]),
         files_per_epoch=files_per_epoch,
         workers=workers,
-        store=random_.choice(["memory", "memory", "rocksdb"]),
+        store=random_.choice(["memory", "memory", "rocksdb", "redis"]),
         apart=apart,
         faults=_faults(random_, random_.randint(2, faults_max), drivers_left=_DRIVERS_MAX - len(crashes)),
         crashes=crashes,
+        migration=random_.choice(["lazy", "lazy", "lazy", "eager"]),
     )
 
 
@@ -122,6 +134,8 @@ def _crashes(random_: random.Random, epochs: int) -> tuple[str, ...]:
     points = [f"{random_.choice(POINTS)}:{epoch}" for epoch in at]
     if random_.random() < 0.3:
         points.insert(random_.randint(0, 1), random_.choice(START_POINTS))
+    if random_.random() < 0.4:
+        points.insert(random_.randint(0, 1), random_.choice(CHANGE_POINTS))
     return tuple(points)
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from anabranch.cli_checkpoint import checkpoint_app
+from anabranch.cli_control import drain, scale, status, stop, workers
 from anabranch.cli_history import savepoint
 from anabranch.core.errors import AnabranchError
 from anabranch.core.settings import STORES
@@ -34,9 +35,13 @@ def worker(
     host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 0,
     store: Annotated[str, typer.Option(help=f"Where state is kept: {' or '.join(STORES)}.")] = "memory",
+    redis_url: Annotated[
+        str, typer.Option(envvar="ANABRANCH_REDIS_URL", help="Where the shared store is, with --store redis.")
+    ] = "redis://localhost:6379/0",
     state_path: Annotated[str, typer.Option(help="Directory for local state; empty: a temporary one.")] = "",
     token: Annotated[str, typer.Option(envvar="ANABRANCH_TOKEN", help="Shared secret of workers and queries.")] = "",
     worker_id: Annotated[str, typer.Option("--id", help="Name of this worker; empty: made from host and pid.")] = "",
+    join: Annotated[str, typer.Option(help="HOST:PORT of a running query's url: take part in that job.")] = "",
     exit_with_parent: Annotated[bool, typer.Option("--exit-with-parent", help="Stop when stdin ends.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log what happens.")] = False,
 ) -> None:
@@ -53,10 +58,12 @@ def worker(
             host=host,
             port=port,
             store=store,
+            redis_url=redis_url,
             state_path=state_path or None,
             token=token,
             worker_id=worker_id or f"worker-{host}-{os.getpid()}",
             exit_with_parent=exit_with_parent,
+            join=join,
         )
     )
 
@@ -64,6 +71,11 @@ def worker(
 app.command()(workgen)
 app.command()(demo)
 app.command()(savepoint)
+app.command()(status)
+app.command()(workers)
+app.command()(scale)
+app.command()(drain)
+app.command()(stop)
 app.add_typer(checkpoint_app)
 
 

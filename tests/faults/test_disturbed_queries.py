@@ -91,6 +91,25 @@ SCENARIOS = {
         ),
         crashes=(),
     ),
+    "workers come, go and die while the query is rescaled": Scenario(
+        seed=14,
+        job="two-stages",
+        files=60,
+        rows=60,
+        keys=400,
+        files_per_epoch=2,
+        workers=2,
+        store="memory",
+        apart=False,
+        faults=(
+            Fault((Kind.RESCALE,), after_s=0.2, choice=1),
+            Fault((Kind.JOIN, Kind.RESCALE, Kind.WORKER), after_s=1.0, choice=2),
+            Fault((Kind.LEAVE,), after_s=0.5, choice=3),
+            Fault((Kind.RESCALE, Kind.DRIVER), after_s=0.5, choice=4),
+            Fault((Kind.RESCALE, Kind.WORKER), after_s=0.2, choice=5),
+        ),
+        crashes=(),
+    ),
 }
 
 

@@ -173,7 +173,7 @@ def test_a_worker_killed_between_epochs_is_replaced_while_the_query_goes_on(
         (repair,) = repairs(query)
         assert repair["lost"] == [victim["id"]]
         assert repair["keyGroups"] == victim["keyGroups"]
-        wait_until(lambda: query._coordinator.cluster.needs_change, "another worker has started")
+        wait_until(lambda: len(query.status["anabranch"]["workers"]) == 2, "another worker has started")
         folder.add_epochs(4)
         query.processAllAvailable()
         workers = query.status["anabranch"]["workers"]
@@ -296,9 +296,12 @@ def test_a_worker_that_is_asked_to_stop_ends_well(spark: SparkSession, folder: F
         try:
             query.processAllAvailable()
             process.send_signal(how)
-            assert process.wait(timeout=30) == 0
+            folder.add_epochs(3)
+            query.processAllAvailable()
+            assert process.poll() is None, "there is no other worker that could take what it has"
         finally:
             query.stop()
+        assert process.wait(timeout=30) == 0
         assert list((folder.path / "state").iterdir()) == []
     finally:
         process.kill()

@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -20,12 +23,20 @@ from anabranch.demo.job import build_job, start_job
 from anabranch.demo.meter import Snapshot
 from anabranch.demo.options import DemoOptions
 from anabranch.demo.output import claim_output
+from anabranch.demo.panels import command_text
 from anabranch.demo.recorded import find_recorded
 from anabranch.demo.run import Ending, run_demo
 from anabranch.demo.sink import LatencySink
 from anabranch.workload import WorkloadSpec, generate, read_latencies, write_files
+from redisserver import RedisServer, running_redis
 
 PATIENCE_S = 120
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
 
 
 class Looks:
@@ -48,8 +59,14 @@ def expected_counts(events: pa.Table) -> Counter[str]:
     return Counter(server for number, server in columns if number % 4 != 0)
 
 
-def test_every_generated_row_that_passes_the_filter_is_counted_once(spark: SparkSession, tmp_path: Path) -> None:
-    options = DemoOptions(seconds=4, rate=50, keys=30, skew=0.5, work_ms=1, drain_limit_s=PATIENCE_S)
+@pytest.mark.parametrize("migration", ["lazy", "restart"])
+def test_every_generated_row_that_passes_the_filter_is_counted_once_though_the_run_is_rescaled(
+    spark: SparkSession, tmp_path: Path, migration: str
+) -> None:
+    options = DemoOptions(
+        seconds=4, rate=50, keys=30, skew=0.5, work_ms=1, workers=1, rescale_to=2, migration=migration,
+        drain_limit_s=PATIENCE_S,
+    )  # fmt: skip
     expected = expected_counts(generate(WorkloadSpec(keys=30, skew=0.5), 0, 200))
     view = Looks()
     with claim_output(tmp_path / "out") as output:
@@ -59,16 +76,59 @@ def test_every_generated_row_that_passes_the_filter_is_counted_once(spark: Spark
     assert (outcome.last.source_rows, outcome.last.sink_rows) == (200, expected.total())
     assert outcome.counted == expected.total()
     assert sum(worker.keys for worker in outcome.last.workers) == len(expected)
-    assert view.snapshots
+    (rescale,) = outcome.last.rescales
+    assert (rescale.is_done, len(outcome.last.workers)) == (True, 2)
+    assert len(view.snapshots[0].workers) == 1
+    assert all(worker.key_groups and worker.keys and not worker.pending_groups for worker in outcome.last.workers)
+    # Rows were on their way when it was asked for, and are among those of the time of the rescale.
+    assert outcome.phases[0].during["count"] > 0
+    assert outcome.phases[0].longest_gap_during_ms
     lines = read_latencies(output.latencies)
     assert len(lines.latency_ms) == expected.total()
     # Rows arrive 20 ms apart over four seconds, and no row is at the sink before it has arrived.
     assert 3000 < lines.ingestion_ms.max() - lines.ingestion_ms.min() < 4000
     assert lines.latency_ms.min() > 0
-    assert [path.name for path in written] == ["latency.csv", "latency.png", "summary.json"]
-    assert output.plot.read_bytes().startswith(b"\x89PNG")
-    assert output.plot.stat().st_size > 10_000
-    assert json.loads(output.summary.read_text())["latency_ms"]["p50_ms"] > 0
+    assert [path.name for path in written] == ["latency.csv", "latency.svg", "latency.png", "summary.json"]
+    assert output.pictures[1].read_bytes().startswith(b"\x89PNG")
+    assert output.pictures[1].stat().st_size > 10_000
+    assert "<!-- rescale: 2 workers -->" in output.pictures[0].read_text()
+    summary = json.loads(output.summary.read_text())
+    assert summary["latency_ms"]["p50_ms"] > 0
+    assert summary["rescales"][0]["strategy"] == migration
+
+
+def test_the_request_in_the_view_gives_the_job_a_worker_more_also_with_a_shared_store(
+    spark: SparkSession, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    options = DemoOptions(
+        seconds=60, rate=20, keys=30, work_ms=0, workers=1, rescale_to=0, store="redis", redis_url=redis_server.url,
+        drain_limit_s=PATIENCE_S,
+    )  # fmt: skip
+    stop = StopRequest()
+
+    class Curl(Looks):
+        """Types the command that the view shows, and stops the run when the new worker has its share."""
+
+        said: Mapping[str, Any] | None = None
+
+        def show(self, snapshot: Snapshot, note: str = "") -> None:
+            super().show(snapshot, note)
+            if self.said is None and snapshot.epochs:
+                assert snapshot.url is not None
+                _, url = command_text(snapshot.url).split()
+                with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+                    self.said = json.load(answer)
+            if len(snapshot.workers) == 2 and all(worker.keys for worker in snapshot.workers):
+                stop.ask()
+
+    view = Curl()
+    with claim_output(tmp_path / "out") as output:
+        outcome = run_demo(spark, options, None, output, view, stop)
+    assert (outcome.ending, outcome.error) == (Ending.INTERRUPTED, None)
+    (rescale,) = outcome.last.rescales
+    assert view.said is not None
+    assert (rescale.number, rescale.what) == (view.said["number"], "2 workers, parallelism 3 of stage 3")
+    assert sum(worker.key_groups for worker in outcome.last.workers) == 1024
 
 
 def test_recorded_rows_are_counted_per_server_and_leave_junk(
@@ -116,19 +176,20 @@ def test_a_query_that_fails_ends_the_run_with_its_error(spark: SparkSession, tmp
 
 def test_ctrl_c_ends_a_run_with_its_summary(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "anabranch", "demo", "--seconds", "600", "--rate", "20", "--keys", "10"]
-    command += ["--work-ms", "1", "--output", str(tmp_path / "out")]
+    command += ["--work-ms", "1", "--workers", "1", "--rescale-to", "2", "--rescale-at", "1"]
+    command += ["--output", str(tmp_path / "out")]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert process.stdout is not None
         # Whatever goes wrong, the test ends.
-        limit = threading.Timer(PATIENCE_S, os.killpg, (process.pid, signal.SIGKILL))
+        limit = threading.Timer(2 * PATIENCE_S, os.killpg, (process.pid, signal.SIGKILL))
         limit.start()
         try:
             for line in process.stdout:
-                if re.search("epoch [1-9]", line):
+                if re.search("epoch [1-9].*rescale 2 workers.*: done", line):
                     break
-            # As a terminal does it: to the job and to every process that it has started.
+            # As a terminal does it: to the job and to every process that it has started, new workers among them.
             os.killpg(process.pid, signal.SIGINT)
             output, errors = process.communicate()
         finally:

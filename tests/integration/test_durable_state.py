@@ -55,7 +55,7 @@ def test_a_query_resumes_from_a_snapshot_after_older_epochs_were_cleaned_up(
     started = query.start()
     try:
         started.processAllAvailable()
-        upkeep = started._coordinator._upkeep
+        upkeep = started.coordinator._upkeep
         # The snapshot that the last epochs made due may not be ready yet.
         if upkeep._thread is not None:
             upkeep._thread.join(60)

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from streams import Collector, EpochFeed
 
 import anabranch
-from anabranch.control import coordinator
+from anabranch.control import durability
 from anabranch.control.coordinator import Coordinator
 from anabranch.core.epoch_events import CommitOn, PrepareOn
 
@@ -273,7 +273,7 @@ def test_a_crash_at_any_point_of_the_commit_loses_and_doubles_nothing(
     def write() -> Any:
         return job.writer().format("parquet").option("path", str(tmp_path / "out"))
 
-    ask, write_manifest, commit = Coordinator._ask, coordinator.write_manifest, Coordinator.commit
+    ask, write_manifest, commit = Coordinator._ask, durability.write_manifest, Coordinator.commit
 
     def crash_in_request(self: Coordinator, instruction: Any) -> Any:
         if isinstance(instruction, point) and instruction.epoch == 1 and instruction.worker == "two":
@@ -293,7 +293,7 @@ def test_a_crash_at_any_point_of_the_commit_loses_and_doubles_nothing(
 
     with monkeypatch.context() as patch:
         if point == "manifest":
-            patch.setattr(coordinator, "write_manifest", crash_after_manifest)
+            patch.setattr(durability, "write_manifest", crash_after_manifest)
         elif point == "closing":
             patch.setattr(Coordinator, "commit", crash_after_commit)
         else:

@@ -5,26 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 
-from epoch_checkpoint import counts_of, plain_documents, stored_state
+from epoch_checkpoint import plain_documents, stored_state
 from epoch_driver import Driver
-from epoch_history import (
+from epoch_faults import (
+    BreakPeer,
     BreakRead,
     BrokenTask,
+    CrashDeparting,
     CrashDriver,
     CrashWorker,
     FailJob,
     Fault,
-    History,
     KillUpkeep,
+    Leave,
     LoseManifest,
     LoseSparkCommit,
     PauseDriver,
     RepeatEpoch,
     Rescale,
+    RestartWorker,
     SecondDriver,
     SilenceWorker,
     SlowTask,
+    StrayTask,
 )
+from epoch_history import History
+from epoch_peers import without_threads
+from epoch_rows import counts_of
 from epoch_worker import WorkerProcess
 from epoch_world import World
 
@@ -40,10 +47,12 @@ from anabranch.core.transactions import TransactionMachine
 WAITING_FAULTS = {
     SlowTask: "slow_tasks",
     BrokenTask: "broken_tasks",
+    StrayTask: "stray_tasks",
     LoseManifest: "manifests_to_lose",
     LoseSparkCommit: "spark_commits_to_lose",
     RepeatEpoch: "epochs_to_repeat",
     BreakRead: "reads_to_break",
+    BreakPeer: "peers_to_break",
 }
 
 
@@ -64,13 +73,14 @@ class Application:
         self.runs = 0
         self.waiting: Counter[str] = Counter()
         self.world.reading_breaks = partial(self.take, "reads_to_break")
+        self.world.peer_breaks = partial(self.take, "peers_to_break")
         #: For how long a worker falls silent when Spark fails to commit.
         self.silent_ticks = 0
 
     def run(self) -> World:
         for fault in self.history.faults:
             self.world.at(fault.at, self.strike, fault)
-        with plain_documents():
+        with plain_documents(), without_threads():
             self.start_driver()
             self.world.run()
         return self.world
@@ -90,7 +100,7 @@ class Application:
     def driver_died(self, driver: Driver) -> None:
         """A successor starts unless the newest driver is alive; an older one that is left gets fenced."""
         if self.history.embedded and driver.cluster is not None:
-            for worker in [*driver.cluster.members, *driver.cluster.newcomers]:
+            for worker in driver.cluster.all_workers:
                 self.world.at(self.world.rng.randint(1, 60), self.stop_worker, worker)
         if self.drivers[-1].dead:
             self.world.at(self.world.rng.randint(1, 30), self.start_successor)
@@ -136,8 +146,14 @@ class Application:
                 self.lose(live[fault.which % len(live)])
             case SilenceWorker() if live:
                 self.lose(live[fault.which % len(live)], fault)
+            case CrashDeparting() if driver.cluster is not None and (departing := list(driver.cluster.departing)):
+                self.lose(world.workers[departing[0]])
+            case RestartWorker() if live:
+                live[fault.which % len(live)].restart()
             case Rescale():
                 self.rescale(fault.workers)
+            case Leave() if driver.cluster is not None and not driver.dead:
+                driver.cluster.leave(driver.cluster.workers[fault.which % len(driver.cluster.workers)])
             case FailJob() if driver.job is not None and not driver.job.done and not driver.dead:
                 if driver.machine.step is MachineStep.RUNNING:
                     driver.awake(self.fail_job, driver, driver.job)
@@ -166,12 +182,12 @@ class Application:
             self.lose(worker, SilenceWorker(self.world.now, 0, ticks=self.silent_ticks, late=False))
         return lost
 
-    def rescale(self, workers: int) -> None:
-        self.workers_wanted = workers
+    def rescale(self, workers: int | None) -> None:
+        self.workers_wanted = workers or self.workers_wanted
         driver = self.drivers[-1]
         if driver.dead or driver.cluster is None:
             return
-        busy = {*driver.cluster.members, *driver.cluster.newcomers}
+        busy = driver.cluster.all_workers
         idle = [worker.name for worker in self.world.live_workers() if worker.reachable and worker.name not in busy]
         driver.cluster.rescale(workers, idle)
 
@@ -189,6 +205,9 @@ class Application:
                 worker.silent_until = min(worker.silent_until, self.world.now)
             driver.die()
         elif driver is self.drivers[-1]:
+            if self.world.waits:
+                self.world.at(10, self.ended, driver)
+                return
             self.check(driver)
             self.world.done = True
 
@@ -208,9 +227,10 @@ class Application:
         assert all(worker.machine.committed == last for worker in workers), "a worker is behind"
         held = []
         for worker in workers:
-            assert sorted(worker.holdings.groups) == list(driver.cluster.route.groups_of(worker.name)), "wrong groups"
-            worker.check(states[last])
-            for variable, state in worker.states.items():
-                worker.holdings.complete(variable)
+            groups = driver.cluster.route.groups_of(worker.name)
+            assert sorted(worker.state.holdings.groups) == list(groups), "wrong groups"
+            worker.state.check(states[last])
+            for variable, state in worker.state.states.items():
+                worker.state.holdings.complete(variable)
                 held += state.rows().items()
         assert sorted(held) == sorted(stored.items()), "the workers' state is not that of the checkpoint"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
-from epoch_history import Row, State
+from epoch_history import Row
+from epoch_rows import Rows, Value, applied
 
 from anabranch.checkpoint import documents, manifests, paths, snapshots
 from anabranch.checkpoint.manifests import ChangeFile
@@ -19,10 +19,6 @@ from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Epoch, StageNumber
 from anabranch.worker.origins import Selection
 
-#: Counts, each with what tells apart the attempts that may have written it: a mixture of two runs does not go unseen.
-Value = tuple[int, tuple[int, ...]]
-#: None: the key is deleted.
-Changes = dict[Row, Value | None]
 VARIABLE = "v"
 Step = Callable[[], None]
 
@@ -31,11 +27,10 @@ class DataFile:
     """Stands for the content of a Parquet file."""
 
     def __init__(self, changes: Mapping[Row, Value | None], hash_of: Mapping[Row, int]) -> None:
-        self.changes = tuple(changes.items())
-        self.hashes = np.array([hash_of[row] for row in changes], dtype=np.int64)
+        self.rows = Rows.of(changes.items(), hash_of)
 
     def __len__(self) -> int:
-        return len(self.changes)
+        return len(self.rows)
 
 
 class MemoryFiles:
@@ -173,15 +168,15 @@ class FilesOrigin:
     def rows(self) -> int:
         return sum(file.rows for file in self._files)
 
-    def select(self, selection: Selection) -> Iterator[list[tuple[Row, Value | None]]]:
+    def select(self, selection: Selection) -> Iterator[Rows]:
         broken = self._files[-1] if self._files and self._breaks() else None
         for file in self._files:
             if file is broken:
                 raise CheckpointError(f"{file.path} cannot be read at the moment")
-            data = self._storage.read_data(file.path)
-            chosen = selection.rows(data.hashes)
+            rows = self._storage.read_data(file.path).rows
+            chosen = selection.rows(rows.hashes)
             if len(chosen):
-                yield [data.changes[index] for index in chosen]
+                yield rows.take(chosen.tolist())
 
 
 def origin_files(files: StateFiles, stage: int) -> list[SnapshotFile | ChangeFile]:
@@ -190,21 +185,7 @@ def origin_files(files: StateFiles, stage: int) -> list[SnapshotFile | ChangeFil
 
 def stored_state(storage: MemoryStorage, files: StateFiles) -> dict[Row, Value]:
     """The state that the files hold."""
-    return applied(change for file in files.data_files for change in storage.read_data(file.path).changes)
-
-
-def applied(changes: Iterable[tuple[Row, Value | None]]) -> dict[Row, Value]:
-    state: dict[Row, Value] = {}
-    for row, value in changes:
-        if value is None:
-            state.pop(row, None)
-        else:
-            state[row] = value
-    return state
-
-
-def counts_of(state: Mapping[Row, Value]) -> State:
-    return {row: count for row, (count, _) in state.items()}
+    return applied(change for file in files.data_files for change in storage.read_data(file.path).rows)
 
 
 def spark_commit_file(epoch: Epoch) -> str:

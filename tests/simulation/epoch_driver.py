@@ -6,18 +6,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from epoch_checkpoint import Step, counts_of, spark_commit_file, stored_state
-from epoch_cluster import Cluster, failure_of
+from epoch_change import ChangingCluster
+from epoch_checkpoint import Step, spark_commit_file, stored_state
+from epoch_cluster import failure_of
 from epoch_history import STAGES
+from epoch_rows import counts_of
 from epoch_tasks import Job
 from epoch_upkeep import Upkeep
-from epoch_worker import Answer, CloseJob
+from epoch_worker import Answer
 
 from anabranch.checkpoint.generations import claim_generation
 from anabranch.checkpoint.manifests import Manifest, write_manifest
 from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.checkpoint.statefiles import StateFiles, state_files
 from anabranch.checkpoint.storage import Storage
+from anabranch.control.claims import Committed
 from anabranch.core.epoch_events import (
     AbortOn,
     BeginOn,
@@ -67,7 +70,7 @@ class Driver:
         self.paused_until = 0
         self.attempts = 0
         self.runs_left = 0
-        self.cluster: Cluster | None = None
+        self.cluster: ChangingCluster | None = None
         self.job: Job | None = None
         #: The instructions that are being carried out, each with what came of it.
         self.under_way: dict[Instruction, Event | None] = {}
@@ -83,8 +86,7 @@ class Driver:
     def fail(self) -> None:
         """The query ends with an error; maybe it takes leave of its workers."""
         if self.world.rng.random() < 0.5 and not self.world.calm:
-            for worker in self.cluster.members:
-                self.world.call(worker, CloseJob(self.generation), None, lambda _: None)
+            self.cluster.take_leave()
         self.die()
 
     def awake(self, action: Callable[..., None], *arguments: Any) -> None:
@@ -132,12 +134,12 @@ class Driver:
         self.later(self.resume, files)
 
     def resume(self, files: StateFiles) -> None:
-        self.cluster = Cluster(self, self.application.find_workers())
+        self.cluster = ChangingCluster(self, self.application.find_workers())
         self.cluster.resume(self.committed, files)
 
     @property
-    def committed(self) -> tuple[Epoch, RunId | None]:
-        return self.machine.committed, self.committed_by
+    def committed(self) -> Committed:
+        return Committed(self.machine.committed, self.committed_by)
 
     def start_spark(self) -> None:
         """Spark reads its own log when the query starts."""
@@ -155,7 +157,7 @@ class Driver:
     def run_epoch(self) -> None:
         self.runs_left -= 1
         if self.cluster.needs_change:
-            self.cluster.repair(self.epoch, self.begin, self.fail)
+            self.cluster.change(self.epoch, self.begin, self.fail)
         else:
             self.begin()
 
@@ -167,7 +169,7 @@ class Driver:
             for stage in range(STAGES)
             for partition, workers in enumerate(owners_of_partitions(route, self.assignment))
         }
-        self.cluster_workers = frozenset(self.cluster.members)
+        self.cluster_workers = frozenset(self.cluster.workers)
         try:
             self.feed(EpochBegun(self.epoch, self.cluster_workers, tasks))
         except EpochError:
@@ -188,7 +190,7 @@ class Driver:
         def looked(blame: bool) -> None:
             if blame:
                 self.world.seen["an epoch is run again in place"] += 1
-                self.cluster.repair(self.epoch, self.run_epoch, self.fail)
+                self.cluster.change(self.epoch, self.run_epoch, self.fail)
             else:
                 self.fail()
 
@@ -254,9 +256,13 @@ class Driver:
             case WriteManifest():
                 self.later(self.write_manifest, do)
             case CommitOn():
-                self.ask(do, Commit, lambda _: WorkerCommitted(do.run, do.worker))
+                self.ask(do, Commit, partial(self.worker_committed, do))
             case FinishEpoch():
                 self.later(self.let_spark_commit, do)
+
+    def worker_committed(self, do: CommitOn, progress: Any) -> Event:
+        self.cluster.note_progress(do.worker, progress)
+        return WorkerCommitted(do.run, do.worker)
 
     def ask(self, do: Any, request: Any, event_of: Callable[[Any], Event], **fields: Any) -> None:
         def reply(answer: Answer) -> None:
@@ -274,7 +280,7 @@ class Driver:
 
     def abort(self, aborts: Sequence[AbortOn]) -> None:
         self.under_way = {}
-        reached = [do for do in aborts if do.worker not in self.cluster.lost]
+        reached = [do for do in aborts if not self.cluster.wishes.is_lost(do.worker)]
         waiting = set(reached)
         then = partial(self.run_failed, fatal=self.machine.fenced)
 
@@ -344,10 +350,10 @@ class Driver:
         stored = counts_of(stored_state(self.storage, state_files(self.storage, do.epoch)))
         assert stored == expected, f"as of epoch {do.epoch} the checkpoint has {stored}, not {expected}"
         run = RunId(self.generation, do.run)
-        for member in self.cluster.members:
+        for member in self.cluster.workers:
             worker = self.world.workers[member]
             if (worker.machine.committed, worker.machine.committed_by) == (do.epoch, run):
-                worker.check(expected)
+                worker.state.check(expected)
 
     def tasks_ran(self) -> None:
         self.feed(TasksRan(self.machine.run))

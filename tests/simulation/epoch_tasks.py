@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from epoch_checkpoint import Changes, counts_of
 from epoch_history import DELETED_AT, STAGES, Row, State, apply_rows, first_stage_rows, second_stage_rows, sink_rows
+from epoch_rows import Changes, counts_of
 from epoch_worker import Answer
 
 from anabranch.core.epoch_events import RunTasks
@@ -28,6 +28,7 @@ class Job:
         self.driver = driver
         self.epoch, self.run = do.epoch, do.run
         self.assignment, self.owner_of_group = driver.assignment, driver.cluster.route.owners
+        self.owner_before = driver.cluster.before.owners
         self.owners = driver.machine.owners
         self.output: dict[StagePartition, State] = {}
         self.failures: dict[StagePartition, int] = {}
@@ -59,7 +60,7 @@ class Job:
         application = self.driver.application
         slow = application.take("slow_tasks")
         broken = not slow and application.take("broken_tasks")
-        Task(self, task, slow=slow, broken=broken)
+        Task(self, task, slow=slow, broken=broken, stray=application.take("stray_tasks"))
         if slow:
             Task(self, task)
 
@@ -113,7 +114,9 @@ class Task:
     It talks to workers even if its driver is dead or paused; only its result goes through the driver.
     """
 
-    def __init__(self, job: Job, task: StagePartition, *, slow: bool = False, broken: bool = False) -> None:
+    def __init__(
+        self, job: Job, task: StagePartition, *, slow: bool = False, broken: bool = False, stray: bool = False
+    ) -> None:
         self.job, self.task = job, task
         self.slow, self.broken = slow, broken
         driver = job.driver
@@ -126,23 +129,36 @@ class Task:
         self.rows = job.input_of(task)
         self.state: State = {}
         self.complete = driver.world.history.complete and task.stage == STAGES - 1
-        self.ask_all(Read, self.wanted_of, self.compute)
+        self.reads_from = job.owner_before if stray else job.owner_of_group
+        asked = self.owners
+        if stray:
+            places = zip(self.reads_from, job.assignment, strict=True)
+            asked = sorted({owner for owner, partition in places if partition == task.partition})
+            driver.world.seen["a task reads by an old route"] += asked != self.owners
+        self.ask_all(Read, self.wanted_of, self.compute, asked)
 
     def wanted_of(self, worker: WorkerId) -> tuple[int, Collection[Row], Collection[int] | None]:
-        group_of, owners = self.job.driver.world.history.group_of, self.job.owner_of_group
-        keys = {row for row, _ in self.rows if owners[group_of[row]] == worker}
+        history, owners = self.job.driver.world.history, self.reads_from
+        group_of, blind = history.group_of, history.blind[self.job.epoch]
+        keys = {row for row, _ in self.rows if owners[group_of[row]] == worker and row not in blind}
         if not self.complete:
             return self.task.stage, keys, None
         groups = enumerate(zip(owners, self.job.assignment, strict=True))
         return self.task.stage, keys, [group for group, at in groups if at == (worker, self.task.partition)]
 
     def ask_all(
-        self, request: type[EpochRequest], data_for: Callable[[WorkerId], Any], then: Callable[[], None], **fields: Any
+        self,
+        request: type[EpochRequest],
+        data_for: Callable[[WorkerId], Any],
+        then: Callable[[], None],
+        workers: Sequence[WorkerId] | None = None,
+        **fields: Any,
     ) -> None:
         """Ask every owner, then go on; fail as soon as one of them does not answer, or refuses."""
         job, world = self.job, self.job.driver.world
         filled = request(generation=job.driver.generation, epoch=job.epoch, run=job.run, **fields)
-        waiting = set(self.owners)
+        asked = self.owners if workers is None else workers
+        waiting = set(asked)
 
         def reply(worker: WorkerId, answer: Answer) -> None:
             if worker not in waiting:
@@ -163,7 +179,7 @@ class Task:
                 else:
                     then()
 
-        for worker in self.owners:
+        for worker in asked:
             world.call(worker, filled, data_for(worker), partial(reply, worker))
 
     def pause_ticks(self, answered: type[EpochRequest]) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from epoch_checkpoint import VARIABLE, DataFile, Step, applied, snapshot_file_of
+from epoch_checkpoint import VARIABLE, DataFile, Step, snapshot_file_of
+from epoch_rows import applied
 
 from anabranch.checkpoint import paths
 from anabranch.checkpoint.cleanup import clean_up
@@ -68,7 +69,7 @@ class Upkeep:
         """A few files at a time: some may go meanwhile."""
         some = files.data_files[index : index + 4]
         for file in some:
-            changes = changes + list(self.world.storage.read_data(file.path).changes)
+            changes = changes + list(self.world.storage.read_data(file.path).rows)
         if some:
             self.later(self.read_files, files, index + 4, changes)
         else:

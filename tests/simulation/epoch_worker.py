@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from epoch_checkpoint import VARIABLE, Changes, DataFile, FilesOrigin, Value, applied, change_file_of, origin_files
-from epoch_history import STAGES, Row
+from epoch_checkpoint import VARIABLE, DataFile, change_file_of
+from epoch_peers import BusyError
+from epoch_requests import (
+    Assign,
+    CloseJob,
+    Complete,
+    FetchGroups,
+    FetchKeys,
+    Health,
+    JobRequest,
+    Progress,
+    Release,
+    UnableError,
+)
+from epoch_rows import Changes
+from epoch_state import HeldState
 
 from anabranch.checkpoint import paths
 from anabranch.checkpoint.manifests import ChangeFile
-from anabranch.checkpoint.statefiles import StateFiles
-from anabranch.core.errors import AnabranchError
-from anabranch.core.ids import Epoch, Generation, RouteVersion, WorkerId
+from anabranch.core.errors import AnabranchError, FencedError
+from anabranch.core.ids import Epoch, WorkerId
 from anabranch.core.requests import (
+    Abort,
     AcceptChanges,
     AddLayer,
     AnswerSeals,
     Begin,
+    Commit,
     DiscardAttempt,
     DropLayersAfter,
     FoldUpTo,
@@ -37,8 +48,7 @@ from anabranch.core.requests import (
     WriteChangeFiles,
 )
 from anabranch.core.transactions import TransactionMachine
-from anabranch.worker.holdings import Holdings, Variable
-from anabranch.worker.origins import Hashes
+from anabranch.worker.drain import NO_LIMIT
 from anabranch.worker.staging import Staging
 
 if TYPE_CHECKING:
@@ -47,105 +57,11 @@ if TYPE_CHECKING:
 Answer = Any  #: what a request is answered with, a Refuse, or an AnabranchError
 
 
-@dataclass(frozen=True)
-class Assign:
-    """Hold exactly these key groups as of a committed epoch."""
-
-    generation: Generation
-    epoch: Epoch
-    route_version: RouteVersion
-    groups: tuple[int, ...]
-    files: StateFiles
-
-
-@dataclass(frozen=True)
-class Describe:
-    generation: Generation
-
-
-@dataclass(frozen=True)
-class CloseJob:
-    generation: Generation
-
-
-@dataclass(frozen=True)
-class Health:
-    """Answered with whether the worker knows the job."""
-
-
-class UnableError(AnabranchError):
-    """The worker cannot do what it was asked to."""
-
-
-class DictState:
-    """The state of one variable: a base, and one layer for each of the latest epochs."""
-
-    def __init__(self, group_of: dict[Row, int]) -> None:
-        self._group_of = group_of
-        self.base: dict[Row, Value] = {}
-        self.layers: list[tuple[Epoch, Changes]] = []
-
-    def load(self, changes: list[tuple[Row, Value | None]]) -> None:
-        for row, value in changes:
-            if value is None:
-                self.base.pop(row, None)
-            else:
-                self.base[row] = value
-
-    def rows(self) -> dict[Row, Value]:
-        """All that is here, as of the newest layer."""
-        if not self.layers:
-            return self.base
-        return applied([*self.base.items(), *(change for _, layer in self.layers for change in layer.items())])
-
-    def add_layer(self, epoch: Epoch, changes: Changes) -> None:
-        self.layers.append((epoch, changes))
-
-    def drop_layers_after(self, epoch: Epoch) -> None:
-        self.layers = [layer for layer in self.layers if layer[0] <= epoch]
-
-    def fold(self, up_to: Epoch) -> None:
-        for epoch, changes in self.layers:
-            if epoch <= up_to:
-                self.load(list(changes.items()))
-        self.layers = [layer for layer in self.layers if layer[0] > up_to]
-
-    def drop_groups(self, groups: Collection[int]) -> None:
-        group_of = self._group_of
-        self.base = {row: value for row, value in self.base.items() if group_of[row] not in groups}
-        self.layers = [
-            (epoch, {row: value for row, value in changes.items() if group_of[row] not in groups})
-            for epoch, changes in self.layers
-        ]
-
-
 class DictStaging(Staging):
     """Pieces are dictionaries here: they are combined by whoever needs them."""
 
     def pieces_of(self, attempt: StageAttempt) -> list[Any]:
         return self._pieces[attempt]
-
-
-class StepwiseHoldings(Holdings):
-    """Drained step by step when the simulation says so, in any order, instead of by a thread."""
-
-    def _start_drain(self) -> None:
-        pass
-
-    def is_missing(self, variable: Variable, hashes: Hashes) -> bool:
-        """Whether the state of one of these keys has not arrived."""
-        return any(len(adoption._missing(hashes)) for adoption in self._adoptions.get(variable, ()))
-
-    def drain_some(self, rng: random.Random) -> bool:
-        """Bring some key groups; whether there is more to do."""
-        self._let_go()
-        unfinished = self._all()
-        if not unfinished:
-            return False
-        adoption = rng.choice(unfinished)
-        pending = adoption.pending
-        adoption.drain(rng.sample(pending, rng.randint((len(pending) + 1) // 2, len(pending))))
-        return True
 
 
 class WorkerProcess:
@@ -156,23 +72,31 @@ class WorkerProcess:
         self.name = name
         self.machine_class = machine_class
         self.alive = True
+        #: Counts the processes of this name.
+        self.process = 0
         self.silent_until = 0
         self.silent_but_late = False
+        self.state: Any = None
         self.forget()
 
     def forget(self) -> None:
         self.known = False
         self.machine = self.machine_class()
-        #: The generation and version of the route that key groups were last assigned by.
-        self.route = 0, 0
+        #: The generation and number of the assignment that was carried out last.
+        self.assignment = 0, 0
         self.reset()
 
     def reset(self) -> None:
-        group_of = self.world.history.group_of
-        self.states: dict[Variable, Any] = {(stage, VARIABLE): DictState(group_of) for stage in range(STAGES)}
-        self.holdings = StepwiseHoldings(self.states, self.world.history.key_groups)
+        if self.state is not None:
+            self.state.close()
+        self.state = HeldState(self)
         self.staging = DictStaging()
         self.prepared: dict[int, Changes] = {}
+
+    def restart(self) -> None:
+        """The process ends, and another one with its name starts."""
+        self.process += 1
+        self.forget()
 
     @property
     def reachable(self) -> bool:
@@ -187,67 +111,85 @@ class WorkerProcess:
                     self.known = True
                 case _ if not self.known:
                     raise UnableError("the worker does not take part in the job")
-            match request:
-                case Request():
-                    return self.transact(request, data)
-                case Assign() | Describe() | CloseJob():
-                    return self.manage(request)
+            if isinstance(request, JobRequest):
+                return self.manage(request)
+            return self.transact(request, data)
         except AnabranchError as error:
             self.world.count(error)
             return error
 
-    def manage(self, request: Assign | Describe | CloseJob) -> Answer:
+    def manage(self, request: JobRequest) -> Answer:
         newest = self.machine.generation
         if newest is not None and request.generation < newest:
-            raise UnableError("a newer driver has taken over")
+            raise FencedError("a newer driver has taken over")
         match request:
-            case Describe():
-                return self.holdings.progress()["pendingGroups"]
+            case Assign():
+                return self.assign(request)
+            case Progress():
+                self.state.holdings.start_drain()
+                return self.progress()
+            case Complete():
+                self.state.holdings.complete_all()
+                return self.progress()
+            case Release():
+                self.release(request)
+            case FetchKeys():
+                return self.state.fetch_keys(request)
+            case FetchGroups():
+                return self.state.fetch_groups(request)
             case CloseJob():
                 self.forget()
-            case Assign():
-                self.assign(request)
         return None
 
-    def assign(self, request: Assign) -> None:
+    def assign(self, request: Assign) -> Answer:
         if request.epoch != self.machine.committed:
             raise UnableError(f"key groups as of epoch {request.epoch} do not fit")
-        route = request.generation, request.route_version
-        if route < self.route:
-            self.world.seen["an older route is refused"] += 1
-            raise UnableError(f"route {request.route_version} is not the newest")
-        self.route = route
-        if any(map(self.holdings.pending, self.states)):
-            self.world.seen["assigned while groups are pending"] += 1
-        adopted, dropped = self.holdings.assign(
-            request.groups,
-            lambda variable, _: FilesOrigin(
-                self.world.storage, origin_files(request.files, variable[0]), self.world.reading_breaks
-            ),
-        )
-        if dropped:
-            self.world.seen["groups dropped"] += 1
-        if adopted:
-            self.world.seen["groups adopted"] += 1
-            self.world.at(self.drain_pause(), self.drain, self.holdings)
+        if (request.generation, request.number) < self.assignment:
+            self.world.seen["an older assignment is refused"] += 1
+            raise UnableError(f"assignment {request.number} is not the newest")
+        self.assignment = request.generation, request.number
+        self.state.assign(request)
+        return self.progress()
+
+    def progress(self) -> dict[str, int]:
+        return {**self.state.holdings.progress(), "assignment": self.assignment[1]}
+
+    def release(self, request: Release) -> None:
+        if (request.generation, request.number) != self.assignment:
+            self.world.seen["a release comes after a newer assignment"] += 1
+            return
+        self.world.seen["kept groups are released"] += bool(self.state.holdings.frozen)
+        # In a thread of its own, which may have other things to do first.
+        holdings = self.state.holdings
+        self.world.at(self.world.rng.choice((0, 0, 10, 60)), holdings.release, holdings.frozen)
 
     def drain_pause(self) -> int:
         return self.world.rng.randint(8, self.world.history.drain_ticks)
 
-    def drain(self, holdings: StepwiseHoldings) -> None:
-        if not self.alive or holdings is not self.holdings:
+    def start_drain(self, state: HeldState) -> None:
+        if not state.draining:
+            state.draining = True
+            self.world.at(self.drain_pause(), self.drain, state)
+
+    def drain(self, state: HeldState) -> None:
+        state.draining = False
+        if not self.alive or state is not self.state:
             return
+        state.draining = True
         try:
-            more = holdings.drain_some(self.world.rng)
+            more = state.holdings.drain_some(self.world.rng)
+        except BusyError:
+            more = True
         except AnabranchError as error:
             self.world.count(error)
             more = True
+        state.draining = False
         if more:
-            self.world.at(self.drain_pause(), self.drain, holdings)
+            self.start_drain(state)
 
     def transact(self, request: Request, data: Any) -> Answer:
         if isinstance(request, Stage | Seal):
-            self.fetch(request.attempt.stage, data[1])
+            self.state.fetch_changed(request.attempt.stage, data[1])
         if isinstance(request, Seal):
             refused = self.add_piece(request, *data)
             if refused is not None:
@@ -259,10 +201,25 @@ class WorkerProcess:
             self.world.count(instruction)
             done = self.execute(instruction, data)
             answer = answer if done is None else done
+        if not isinstance(answer, Refuse):
+            answer = self.note_epoch(request, answer)
         if isinstance(request, Open) and AddLayer(request.committed_epoch) in instructions:
             self.world.seen["caught up with a lost commit"] += 1
         elif isinstance(request, Begin) and DropLayersAfter(Epoch(request.epoch - 1)) in instructions:
             self.world.seen["rolled back to run an epoch again"] += 1
+        return answer
+
+    def note_epoch(self, request: Request, answer: Answer) -> Answer:
+        """Holdings are told where epochs begin and end; a commit is answered with how far they are."""
+        holdings = self.state.holdings
+        match request:
+            case Begin():
+                holdings.begin_epoch(NO_LIMIT)
+            case Commit():
+                holdings.end_epoch()
+                return self.progress()
+            case Abort():
+                holdings.end_epoch()
         return answer
 
     def add_piece(self, request: Seal, number: int, changes: Any) -> Refuse | None:
@@ -281,7 +238,7 @@ class WorkerProcess:
                 return instruction
             case ServeState():
                 assert instruction.epoch == self.machine.committed
-                return self.read(*data)
+                return self.state.read(*data, instruction.epoch)
             case AcceptChanges():
                 self.staging.begin(instruction.attempt, data[1])
             case DiscardAttempt():
@@ -291,37 +248,19 @@ class WorkerProcess:
             case WriteChangeFiles():
                 return self.write_changes(instruction)
             case AddLayer():
-                for (stage, _), state in self.states.items():
+                for (stage, _), state in self.state.states.items():
                     state.add_layer(instruction.epoch, self.prepared.get(stage, {}))
                 self.prepared = {}
                 self.staging.clear()
             case FoldUpTo():
-                for state in self.states.values():
+                for state in self.state.states.values():
                     state.fold(instruction.epoch)
             case DropLayersAfter():
-                for state in self.states.values():
+                for state in self.state.states.values():
                     state.drop_layers_after(instruction.epoch)
             case ResetState():
                 self.reset()
         return None
-
-    def fetch(self, stage: int, rows: Collection[Row]) -> None:
-        self.holdings.fetch((stage, VARIABLE), self.hashes_of(rows))
-
-    def hashes_of(self, rows: Collection[Row]) -> Hashes:
-        hash_of = self.world.history.hash_of
-        return np.array([hash_of[row] for row in rows], dtype=np.int64)
-
-    def read(self, stage: int, keys: Collection[Row], rest: Collection[int] | None) -> dict[Row, Value]:
-        """The state of these keys, and, if ``rest`` says so, all of some key groups."""
-        self.fetch(stage, keys)
-        state = self.states[stage, VARIABLE]
-        if rest is None:
-            here = state.rows()
-            return {row: here[row] for row in keys if row in here}
-        self.holdings.complete((stage, VARIABLE), rest)
-        group_of = self.world.history.group_of
-        return {row: value for row, value in state.rows().items() if row in keys or group_of[row] in rest}
 
     def write_changes(self, do: WriteChangeFiles) -> tuple[ChangeFile, ...]:
         history, written = self.world.history, []
@@ -339,17 +278,3 @@ class WorkerProcess:
             self.world.storage.write(path, data)
             written.append(change_file_of(stage, self.name, path, len(changes)))
         return tuple(written)
-
-    def check(self, expected: dict[Row, int]) -> None:
-        """What is here is what it should be, and nothing is missing but what is still on its way."""
-        group_of, held = self.world.history.group_of, self.holdings.groups
-        for (stage, variable), state in self.states.items():
-            pending = self.holdings.pending((stage, variable))
-            here = {row: count for row, (count, _) in state.rows().items()}
-            wanted = {row: count for row, count in expected.items() if row[0] == stage and group_of[row] in held}
-            wrong = [row for row, count in here.items() if wanted.get(row) != count]
-            # A read that broke may have left something older, which nobody sees before the rest has come.
-            wrong = [row for row in wrong if not self.holdings.is_missing((stage, variable), self.hashes_of([row]))]
-            assert not wrong, f"{self.name} holds {here} instead of {wanted}"
-            missing = [row for row in wanted if row not in here and group_of[row] not in pending]
-            assert not missing, f"{self.name} lacks {missing}"

@@ -9,34 +9,61 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 from epoch_application import Application
-from epoch_history import (
-    History,
+from epoch_families import (
     draw_broken_reads,
-    draw_history,
+    draw_chains,
     draw_late_pieces,
     draw_losses,
+    draw_moves,
     draw_rerun,
     draw_return,
+    draw_slow_drains,
+    draw_strays,
     draw_upkeep,
     undisturbed,
 )
+from epoch_faults import Rescale
+from epoch_history import History, draw_history
 
 SCALE = float(os.environ.get("ANABRANCH_SIMULATION_SCALE", "1"))
 ONLY = os.environ.get("ANABRANCH_SIMULATION_SEED")
 #: How histories are drawn, and how many of them; 10,000 in all.
 FAMILIES: dict[str, tuple[Callable[[int], History], int]] = {
-    "any": (draw_history, 4800),
-    "losses": (draw_losses, 1000),
-    "upkeep": (draw_upkeep, 1000),
-    "reads": (draw_broken_reads, 400),
+    "any": (draw_history, 3600),
+    "losses": (draw_losses, 600),
+    "upkeep": (draw_upkeep, 600),
+    "reads": (draw_broken_reads, 300),
     "return": (draw_return, 800),
-    "rerun": (draw_rerun, 1200),
-    "late": (draw_late_pieces, 800),
+    "rerun": (draw_rerun, 1000),
+    "late": (draw_late_pieces, 900),
+    "moves": (draw_moves, 1200),
+    "slow": (draw_slow_drains, 400),
+    "chains": (draw_chains, 500),
+    "strays": (draw_strays, 100),
+}
+#: What must happen so often, so that it is no accident that nothing goes wrong there.
+OFTEN = {
+    "fetched from a frozen copy": 2000,
+    "prefetched from a frozen copy": 1000,
+    "drained from a frozen copy": 2000,
+    "fell back to the checkpoint": 1000,
+    "a chain of two sources": 1000,
+    "a group returns to where it is kept": 300,
+    "a group returns unchanged to where it is kept": 100,
+    "kept groups are released": 500,
+    "a release comes after a newer assignment": 40,
+    "a departing worker is lost": 40,
+    "kept groups are dropped for a new driver": 500,
+    "a change during a migration": 1000,
+    "assigned while groups come from peers": 1000,
+    "complete before the next epoch": 500,
+    "a drain from a frozen copy breaks": 20,
+    "a task reads by an old route": 200,
 }
 
 
@@ -88,16 +115,17 @@ def test_histories_reach_every_corner_of_the_protocol(seen: Counter[str]) -> Non
     corners = [
         *("AbortOn", "DiscardAttempt", "DropLayersAfter", "FoldUpTo", "ResetState", "RunMissing"),
         *("FailEpoch fenced", "FailEpoch manifest", "FailEpoch refused", "FailEpoch sink"),
-        *("FinishEpoch with a lost worker", "an epoch is run again in place", "a repair starts over"),
+        *("FinishEpoch with a lost worker", "an epoch is run again in place", "a change starts over"),
         *("Refuse fenced", "Refuse not_sealed", "Refuse wrong_epoch", "Refuse wrong_step", "fenced task"),
         *("caught up with a lost commit", "rolled back to run an epoch again"),
-        *("an older route is refused", "assignment and clean-up wait for each other", "CheckpointError"),
+        *("an older assignment is refused", "assignment and clean-up wait for each other", "CheckpointError"),
         *("groups adopted", "groups dropped", "assigned while groups are pending", "workers come back"),
         *("late to a worker that was silent", "loss noticed by the watch"),
         *("snapshot", "upkeep killed", "upkeep stopped by FencedError"),
         *("deleted by a clean-up", "clean-up while files are in use"),
     ]
     assert [corner for corner in corners if seen[corner] == 0] == []
+    assert {corner: seen[corner] for corner, often in OFTEN.items() if seen[corner] < SCALE * often} == {}
 
 
 def test_the_same_seed_gives_the_same_history() -> None:
@@ -109,11 +137,35 @@ def test_the_same_seed_gives_the_same_history() -> None:
 def test_an_undisturbed_job_neither_fails_nor_refuses_nor_repeats_anything() -> None:
     for seed in range(50):
         world = Application(replace(undisturbed(draw_history(seed)), embedded=False)).run()
-        trouble = ("Abort", "Drop", "Fail", "Refuse", "Reset", "RunMissing", "Unable", "rolled", "repair", "an epoch")
+        trouble = ("Abort", "Drop", "Fail", "Refuse", "Reset", "RunMissing", "Unable", "rolled", "change", "an epoch")
         assert [name for name in world.seen if name.startswith(trouble)] == []
         assert world.seen["groups adopted"] > 0
 
 
+def test_an_undisturbed_rescale_brings_everything_from_the_former_owners_and_lets_them_go() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(50):
+        quiet = undisturbed(draw_history(seed))
+        wish = Rescale(90, workers=(1, 3, None)[seed % 3])
+        shape = {"embedded": False, "epochs": 4, "workers": 2, "drain_ticks": 30}
+        seen += Application(replace(quiet, **shape, faults=(wish,))).run().seen
+    trouble = ("Abort", "Drop", "Fail", "Refuse", "RunMissing", "Unable", "WorkerError", "rolled", "fell back")
+    assert [name for name in seen if name.startswith(trouble)] == []
+    assert min(seen["kept groups are released"], seen["drained from a frozen copy"], seen["groups frozen"]) > 20
+
+
 def test_a_read_that_broke_leaves_nothing_behind_when_the_rest_comes_from_elsewhere() -> None:
-    for seed in (1371, 1528, 2103):
+    for seed in (61, 252, 426):
         Application(draw_broken_reads(seed)).run()
+
+
+@pytest.mark.parametrize(
+    ("draw", "seeds"),
+    [
+        (draw_slow_drains, (144, 635, 699)),  # what was fetched from a former owner came after the fall-back was over
+        (draw_chains, (514,)),  # a worker that was reset took what it had kept for something that does not exist
+    ],
+)
+def test_histories_that_once_lost_state(draw: Callable[[int], History], seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        Application(draw(seed)).run()

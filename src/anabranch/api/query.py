@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JError
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.streaming.query import StreamingQuery
 
+from anabranch.api.control import QueryControl
+from anabranch.api.running import Running
 from anabranch.control.coordinator import Coordinator
+from anabranch.control.rescale import Rescale, RescaleState
 from anabranch.core import errors
 from anabranch.core.errors import AnabranchError, UnsupportedError
-from anabranch.core.settings import Settings
+from anabranch.core.ids import StageNumber, WorkerId
+from anabranch.core.settings import MAX_PARALLELISM, Settings
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.stages import StatefulStage
 from anabranch.plan.explain import explain_logical, explain_physical, explain_routes
 from anabranch.plan.pipeline import Pipeline
 
+if TYPE_CHECKING:
+    from anabranch.control.http import ControlServer
+
 _WATCH_INTERVAL_S = 0.5
+#: As many as Spark remembers.
+_REMEMBERED_REPORTS = 100
 #: How an error of ours that a task raised begins within Spark's report of it, and what comes after its message.
 _TASK_ERROR = re.compile(r"anabranch\.core\.errors\.(\w+): ")
 _END_OF_MESSAGE = re.compile(r"\s+SQLSTATE: |\n\tat |\n=== |\n\nDuring handling of |\n\nThe above exception was ")
@@ -34,118 +44,154 @@ class StreamQuery:
 
     def __init__(
         self,
-        query: StreamingQuery,
+        running: Running,
         pipeline: Pipeline,
-        loop: EpochLoop,
-        coordinator: Coordinator,
         *,
         settings: Settings,
         sink: str,
         default_parallelism: int,
-        release: Callable[[], None],
+        relaunch: Callable[[Settings, Mapping[StageNumber, int]], Running],
     ) -> None:
-        self._query = query
-        self._pipeline = pipeline
-        self._loop = loop
-        self._coordinator = coordinator
-        self._settings = settings
+        self._running = running
+        self.pipeline = pipeline
+        self.settings = settings
         self._sink = sink
         self._default_parallelism = default_parallelism
-        self._release = release
-        self._released = threading.Lock()
-        self._is_released = False
+        self._relaunch = relaunch
+        #: Held while one run of the query gives way to the next.
+        self._restarting = threading.Lock()
+        #: Reports of earlier runs.
+        self._past: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED_REPORTS)
+        self._failed_restart: Exception | None = None
+        self._server: ControlServer | None = None
+        #: The rescale that was asked for last.
+        self.last_rescale: Rescale | None = None
+
+    def open_control(self, *, strict_port: bool) -> None:
+        """Serve the HTTP API, and look after the query from now on."""
+        if self.settings.control_port >= 0:
+            from anabranch.control.http import ControlServer
+
+            self._server = ControlServer(
+                QueryControl(self),
+                host=self.settings.control_host,
+                port=self.settings.control_port,
+                token=self.settings.token,
+                strict_port=strict_port,
+            )
         threading.Thread(target=self._watch, name="anabranch-watch", daemon=True).start()
 
     # --------------------------------------------------------------------------------- as in StreamingQuery
 
     @property
     def id(self) -> str:
-        return str(self._query.id)
+        return str(self._running.query.id)
 
     @property
     def runId(self) -> str:
-        return str(self._query.runId)
+        return str(self._running.query.runId)
 
     @property
     def name(self) -> str | None:
-        return self._query.name
+        return self._running.query.name
 
     @property
     def isActive(self) -> bool:
-        return bool(self._query.isActive)
+        return self._restarting.locked() or bool(self._running.query.isActive)
 
     @property
     def status(self) -> dict[str, Any]:
         """Spark's status, with an ``anabranch`` part: the workers, and what was done about lost ones."""
-        return {**self._query.status, "anabranch": dict(self._coordinator.status())}
+        return {**self._running.query.status, "anabranch": dict(self.coordinator.status())}
 
     @property
     def recentProgress(self) -> list[dict[str, Any]]:
         """Spark's progress reports, each with an ``anabranch`` part about the epoch."""
-        reports = dict(self._loop.reports)
-        return [self._with_report(progress, reports) for progress in self._query.recentProgress]
+        return [*self._past, *self._running.progress()]
 
     @property
     def lastProgress(self) -> dict[str, Any] | None:
-        progress = self._query.lastProgress
-        return None if progress is None else self._with_report(progress, dict(self._loop.reports))
+        return self._running.last_progress() or (self._past[-1] if self._past else None)
 
     def awaitTermination(self, timeout: int | None = None) -> bool | None:
         """Wait until the query ends; with a timeout in seconds, say whether it has. Raises if the query failed."""
-        try:
-            return self._query.awaitTermination(timeout)
-        except StreamingQueryException as error:
-            raise self._explained(error) from error
-        finally:
-            if not self._query.isActive:
-                self._let_go()
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        while True:
+            running = self._running
+            left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
+            try:
+                ended = running.query.awaitTermination(left_s)  # type: ignore[arg-type]
+            except StreamingQueryException as error:
+                running.let_go()
+                raise self._explained(error) from error
+            if ended is False:
+                return False
+            with self._restarting:  # if it has ended for a restart, the next run is there after this
+                if self._failed_restart is not None:
+                    raise self._failed_restart
+                if self._running is running:
+                    running.let_go()
+                    return ended
 
     def processAllAvailable(self) -> None:
         """Wait until all input that is there has been processed."""
-        try:
-            self._query.processAllAvailable()
-        except StreamingQueryException as error:
-            raise self._explained(error) from error
+        while True:
+            running = self._running
+            try:
+                running.query.processAllAvailable()
+            except StreamingQueryException as error:
+                raise self._explained(error) from error
+            with self._restarting:
+                if self._running is running:
+                    return
 
     def stop(self) -> None:
         """Stop after the epoch that is running, and take down the workers."""
-        # Interrupting an epoch is safe, but makes Spark log pages of stack traces.
-        waited = self._loop.running.acquire(timeout=self._settings.request_timeout_s)
-        try:
-            self._query.stop()
-        finally:
-            if waited:
-                self._loop.running.release()
-            self._let_go()
+        with self._restarting:
+            self._running.stop(self.settings.request_timeout_s)
+        self._close_control()
 
     def exception(self) -> Exception | None:
         """The error that ended the query, or None."""
-        error = self._query.exception()
-        return None if error is None else self._explained(error)
+        error = self._running.query.exception()
+        return self._failed_restart if error is None else self._explained(error)
 
     def explain(self, extended: bool = False) -> None:
         """Print the logical plan, the physical plan and the routes; extended: also Spark's plan of the last epoch."""
-        lines = explain_logical(self._pipeline, self._sink)
-        lines += explain_physical(self._pipeline, self._settings, self._default_parallelism)
-        addresses = [(member.worker, member.address) for member in self._coordinator.members]
-        lines += explain_routes(self._coordinator.route, addresses)
+        lines = explain_logical(self.pipeline, self._sink)
+        lines += explain_physical(self.pipeline, self.settings, self._default_parallelism)
+        addresses = [(member.worker, member.address) for member in self.coordinator.members]
+        lines += explain_routes(self.coordinator.route, addresses)
         print("\n".join(lines))
         if extended:
-            self._query.explain(True)
+            self._running.query.explain(True)
 
     # ------------------------------------------------------------------------------------- beyond Spark's
+
+    @property
+    def url(self) -> str | None:
+        """Where the query's HTTP API is; None if it has none, or has ended."""
+        return None if self._server is None else self._server.url
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self._running.coordinator
+
+    def epoch_reports(self) -> list[tuple[int, Mapping[str, Any]]]:
+        """Figures of the last epochs, oldest first."""
+        return list(self._running.loop.reports)
 
     def workers(self) -> list[dict[str, Any]]:
         """For each worker its id, address, pid, key groups, and rows and bytes of state."""
         self._need_workers()
-        return self._coordinator.describe()
+        return self.coordinator.describe()
 
     def state(self, stage: str | int, variable: str | None = None) -> DataFrame:
         """The state of a stage as of the last committed epoch, as a DataFrame with the user's own columns."""
         self._need_workers()
         found = self._stage(stage)
         name = self._variable(found, variable)
-        _, rows = self._coordinator.scan(found.spec, name)
+        _, rows = self.coordinator.scan(found.spec, name)
         spark = self._session()
         return found.present(name, spark.createDataFrame(rows))
 
@@ -155,13 +201,74 @@ class StreamQuery:
         The query goes on meanwhile. New jobs start from it with ``.option("anabranch.savepoint", path)``.
         """
         self._need_workers()
-        return int(self._coordinator.savepoint(path).epoch)
+        return int(self.coordinator.savepoint(path).epoch)
+
+    def rescale(
+        self, workers: int | None = None, parallelism: int | None = None, stage: str | int | None = None
+    ) -> Rescale:
+        """Change the number of workers, or the parallelism of one stateful stage or of all, while the query runs.
+
+        It takes effect before the next epoch that finds new workers ready; state follows as ``anabranch.migration``
+        says. Without any argument, the load is shared out anew. The handle has ``wait(timeout)`` and ``progress()``.
+        """
+        self._need_workers()
+        _check_number("workers", workers)
+        _check_number("parallelism", parallelism)
+        if stage is not None and parallelism is None:
+            raise UnsupportedError("A stage is named, but no parallelism for it: workers serve all stages.")
+        stages = self.pipeline.stateful_stages if stage is None else [self._stage(stage)]
+        wanted = {int(each.spec.number): parallelism for each in stages} if parallelism is not None else {}
+        parts = [f"{workers} workers"] if workers is not None else []
+        parts += [f"parallelism {number} of stage {each}" for each, number in wanted.items()]
+        rescale = Rescale(", ".join(parts) or "share the load anew", workers=workers, parallelism=wanted)
+        if self.settings.migration == "restart":
+            self._check_restart(workers)
+            threading.Thread(target=self._restart, args=(rescale,), name="anabranch-restart", daemon=True).start()
+        else:
+            self.coordinator.rescale(rescale)
+        self.last_rescale = rescale
+        return rescale
+
+    def drain(self, worker: str) -> Rescale:
+        """Let a worker hand over all that it has, and leave."""
+        self._need_workers()
+        self.last_rescale = self.coordinator.cluster.wishes.drain(WorkerId(worker))
+        return self.last_rescale
+
+    def _check_restart(self, workers: int | None) -> None:
+        if workers is not None and self.settings.worker_addresses:
+            raise UnsupportedError(
+                "This query starts no workers itself, so a restart cannot change their number. Set "
+                "anabranch.migration to lazy or eager, and start workers with `anabranch worker --join`."
+            )
+        replace(self.settings, workers=workers or self.settings.workers)  # checks the number
+
+    def _restart(self, rescale: Rescale) -> None:
+        """The way to rescale that others are measured against: stop everything, and start it again."""
+        with self._restarting:
+            before = self._running
+            if before.is_released:
+                rescale.end(RescaleState.FAILED, "The query has ended.")
+                return
+            rescale.begin(None)
+            settings = replace(self.settings, workers=rescale.workers or self.settings.workers)
+            parallelism = {StageNumber(stage): number for stage, number in rescale.parallelism.items()}
+            try:
+                before.stop(self.settings.request_timeout_s)
+                self._past.extend(before.progress())
+                self._running = self._relaunch(settings, {**before.coordinator.parallelism, **parallelism})
+            except Exception as error:
+                self._failed_restart = error
+                rescale.end(RescaleState.FAILED, str(error))
+            else:
+                self.settings = settings
+                rescale.end(RescaleState.DONE)
 
     def _session(self) -> SparkSession:
-        return self._pipeline.source.sparkSession
+        return self.pipeline.source.sparkSession
 
     def _stage(self, wanted: str | int) -> StatefulStage:
-        stages = self._pipeline.stateful_stages
+        stages = self.pipeline.stateful_stages
         for stage in stages:
             if wanted in (stage.spec.name, stage.spec.number, f"stage{stage.spec.number}"):
                 return stage
@@ -179,32 +286,42 @@ class StreamQuery:
             )
         return str(wanted)
 
-    def _with_report(self, progress: Any, reports: dict[int, Any]) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(progress.json)
-        document["anabranch"] = reports.get(document["batchId"], {})
-        return document
+    def stage_number(self, stage: str | int) -> StageNumber:
+        """The number of a stateful stage."""
+        return self._stage(stage).spec.number
 
     def _explained(self, error: Exception) -> Exception:
-        return explained(self._loop, error)
+        return explained(self._running.loop, error)
 
     def _need_workers(self) -> None:
-        if self._is_released:
+        if self._running.is_released and not self._restarting.locked():
             raise UnsupportedError("The query has ended, and its workers with it. Its state is in its checkpoint.")
 
     def _watch(self) -> None:
         """Take down the workers when the query ends by itself."""
-        # A failed query has ended as well; and a gateway that is gone took Spark with it.
-        with contextlib.suppress(StreamingQueryException, Py4JError, OSError):
-            while not self._query.awaitTermination(_WATCH_INTERVAL_S):  # type: ignore[arg-type]
-                pass
-        self._let_go()
+        while True:
+            running = self._running
+            # A failed query has ended as well; and a gateway that is gone took Spark with it.
+            with contextlib.suppress(StreamingQueryException, Py4JError, OSError):
+                while not running.query.awaitTermination(_WATCH_INTERVAL_S):  # type: ignore[arg-type]
+                    running.change_while_idle()
+            with self._restarting:
+                if self._running is running:
+                    running.let_go()
+                    break
+        self._close_control()
 
-    def _let_go(self) -> None:
-        with self._released:
-            if self._is_released:
-                return
-            self._is_released = True
-            self._release()
+    def _close_control(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+
+def _check_number(name: str, number: Any) -> None:
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_PARALLELISM:
+        raise UnsupportedError(f"{name} is {number!r}; it must be a whole number from 1 to {MAX_PARALLELISM}.")
 
 
 def explained(loop: EpochLoop, error: Exception) -> Exception:

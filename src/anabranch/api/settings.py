@@ -15,6 +15,8 @@ from anabranch.core.settings import PREFIX, Settings
 
 SETTINGS_FILE = "anabranch.toml"
 _ENVIRONMENT_PREFIX = "ANABRANCH_"
+#: What the terminal commands read, and no query.
+_OF_COMMANDS = frozenset({"ANABRANCH_URL"})
 _SPARK_PREFIX = "spark."
 
 
@@ -48,7 +50,7 @@ def _from_environment(environment: Mapping[str, str]) -> Mapping[str, str]:
     return {
         name[len(_ENVIRONMENT_PREFIX) :]: value
         for name, value in environment.items()
-        if name.startswith(_ENVIRONMENT_PREFIX)
+        if name.startswith(_ENVIRONMENT_PREFIX) and name not in _OF_COMMANDS
     }
 
 

@@ -15,15 +15,17 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from anabranch.api.locations import qualified
 from anabranch.api.query import StreamQuery, explained
+from anabranch.api.running import Running
 from anabranch.checkpoint import rewind
 from anabranch.checkpoint.storage import Storage
+from anabranch.control.claims import claim
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.launcher import EmbeddedWorkers
 from anabranch.control.members import Member, Membership, connect, discover
-from anabranch.control.resume import claim, resume
+from anabranch.control.resume import resume
 from anabranch.control.savepoints import seed
-from anabranch.core.errors import CheckpointError, EpochError
-from anabranch.core.ids import WorkerId
+from anabranch.core.errors import CheckpointError, EpochError, SettingsError
+from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.settings import Settings
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.sinks import Sink
@@ -48,38 +50,45 @@ def start_query(
     """Start everything, or leave nothing behind."""
     spark = sample.sparkSession
     location = qualified(spark, checkpoint, what="The checkpoint", error=CheckpointError)
-    _check_one_query_per_checkpoint(spark, location)
-    parallelism = settings.parallelism or max(spark.sparkContext.defaultParallelism, 1)
-    with contextlib.ExitStack() as undo:
-        coordinator = _start_coordinator(pipeline, settings, location, parallelism, undo)
-        stream = SparkStream(has_watermark=pipeline.has_watermark)
-        coordinator.cluster.on_loss = lambda _: stream.cancel_jobs()
-        loop = EpochLoop(
-            pipeline.segments,
-            coordinator,
-            sink,
-            complete=mode == "complete",
-            shuffle_partitions=parallelism,
-            stream=stream,
-        )
-        _replay(pipeline, loop, location, stream)
-        query = _start_spark(pipeline, loop, location, trigger, name)
-        stream.attach(query)
-        release = undo.pop_all().close
-    return StreamQuery(
-        query,
-        pipeline,
-        loop,
-        coordinator,
-        settings=settings,
-        sink=description,
-        default_parallelism=parallelism,
-        release=release,
+    default = settings.parallelism or max(spark.sparkContext.defaultParallelism, 1)
+
+    def launch(settings: Settings, parallelism: Mapping[StageNumber, int]) -> Running:
+        _check_one_query_per_checkpoint(spark, location)
+        with contextlib.ExitStack() as undo:
+            coordinator = _start_coordinator(pipeline, settings, location, parallelism, undo)
+            stream = SparkStream(has_watermark=pipeline.has_watermark)
+            coordinator.cluster.on_loss = lambda _: stream.cancel_jobs()
+            loop = EpochLoop(
+                pipeline.segments,
+                coordinator,
+                sink,
+                complete=mode == "complete",
+                shuffle_partitions=default,
+                stream=stream,
+            )
+            _replay(pipeline, loop, location, stream)
+            query = _start_spark(pipeline, loop, location, trigger, name)
+            stream.attach(query)
+            return Running(query, loop, coordinator, undo.pop_all().close)
+
+    running = launch(settings, {stage.spec.number: stage.parallelism or default for stage in pipeline.stateful_stages})
+    query = StreamQuery(
+        running, pipeline, settings=settings, sink=description, default_parallelism=default, relaunch=launch
     )
+    try:
+        query.open_control(strict_port="control_port" in settings.given)
+    except SettingsError:
+        query.stop()
+        raise
+    return query
 
 
 def _start_coordinator(
-    pipeline: Pipeline, settings: Settings, location: str, parallelism: int, undo: contextlib.ExitStack
+    pipeline: Pipeline,
+    settings: Settings,
+    location: str,
+    parallelism: Mapping[StageNumber, int],
+    undo: contextlib.ExitStack,
 ) -> Coordinator:
     """Claim the checkpoint, start or find the workers, and open the job on them; `undo` takes all of it down."""
     if settings.savepoint:
@@ -94,6 +103,7 @@ def _start_coordinator(
     )
     workers = EmbeddedWorkers(
         store=settings.store,
+        redis_url=settings.redis_url if settings.store == "redis" else "",
         state_path=settings.state_path,
         token=settings.token,
         start_timeout_s=settings.start_timeout_s,
@@ -102,10 +112,10 @@ def _start_coordinator(
     members = _find_workers(settings, workers)
     undo.callback(members.close)
     coordinator = Coordinator(
-        resume(claimed, members),
+        resume(claimed, members, shared_store=settings.store == "redis"),
         members,
         settings,
-        {stage.spec.number: stage.parallelism or parallelism for stage in pipeline.stateful_stages},
+        parallelism,
         _Supply(settings, workers),
     )
     undo.callback(coordinator.close)
@@ -119,6 +129,10 @@ class _Supply:
     settings: Settings
     workers: EmbeddedWorkers
 
+    @property
+    def can_start(self) -> bool:
+        return not self.settings.worker_addresses
+
     def start(self) -> Member | None:
         if self.settings.worker_addresses:
             return None
@@ -127,6 +141,9 @@ class _Supply:
 
     def kill(self, worker: WorkerId) -> None:
         self.workers.kill(worker)
+
+    def retire(self, worker: WorkerId) -> None:
+        self.workers.retire(worker)
 
     def exited(self) -> frozenset[WorkerId]:
         return self.workers.exited()

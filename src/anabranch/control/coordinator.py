@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from anabranch.checkpoint.generations import check_generation, claim_generation
-from anabranch.checkpoint.manifests import ChangeFile, Manifest, write_manifest
+from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.savepoints import Savepoint
-from anabranch.control.cluster import Cluster, Repair, WorkerSupply, status_of
+from anabranch.checkpoint.sparklog import last_committed_epoch
+from anabranch.control.claims import VOLATILE
+from anabranch.control.cluster import Cluster
+from anabranch.control.durability import Durability
+from anabranch.control.looking import Looking
 from anabranch.control.members import Member, Membership
-from anabranch.control.resume import VOLATILE, Committed, Resumed
+from anabranch.control.rescale import Change, Rescale
+from anabranch.control.resume import Resumed
 from anabranch.control.savepoints import take_savepoint
+from anabranch.control.supply import WorkerSupply
 from anabranch.control.upkeep import Upkeep
 from anabranch.core import epoch_events as events
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, CheckpointError, EpochError, FencedError, LostWorkerError
 from anabranch.core.ids import Attempt, Epoch, Partition, StageNumber, WorkerId
-from anabranch.core.requests import Refusal, Run, RunId, StageAttempt, StagePartition
+from anabranch.core.pacing import Pace
+from anabranch.core.requests import Refusal, Run, StageAttempt, StagePartition
 from anabranch.core.routes import Route, assign_partitions, owners_of_partitions
 from anabranch.core.schemas import StageSpec
 from anabranch.core.settings import Settings
@@ -34,12 +40,8 @@ from anabranch.wire.routed import StageAccess, encode_routing
 
 logger = logging.getLogger(__name__)
 
-#: How often a look at the state starts over because epochs went by faster than it could read.
-_SCAN_ATTEMPTS = 10
 #: Requests to workers that are under way at the same time.
 _CALLS_AT_ONCE = 32
-#: Epochs that may be not durable at a time: Spark forgets the offsets of epochs after a hundred.
-_VOLATILE_EPOCHS_MAX = 50
 #: How often a call that takes long is checked on.
 _LOOK_INTERVAL_S = 0.2
 
@@ -60,20 +62,20 @@ class Coordinator:
         #: Partitions of each stateful stage; may change between epochs.
         self.parallelism = dict(parallelism)
         self.cluster = Cluster(resumed, members, settings, supply)
-        self._upkeep = Upkeep(resumed.claimed, settings, resumed.files, self.cluster.files_in_use)
         self._machine = EpochMachine(resumed.committed.epoch)
-        #: The newest epoch that is durable, and the runs of those after it, which are part of the state all the same.
-        self._durable = resumed.committed
-        self._volatile: dict[Epoch, Run] = {}
-        self._durable_at_s = time.monotonic()
+        self._durability = Durability(resumed.committed, resumed.files, settings.checkpoint_interval_s)
+        self._upkeep = Upkeep(resumed.claimed, settings, resumed.files, self.cluster.files_in_use)
         self._is_durable_now = True
         self._changed_rows: dict[WorkerId, int] = {}
         self._pool = ThreadPoolExecutor(max_workers=_CALLS_AT_ONCE, thread_name_prefix="anabranch")
+        self._looking = Looking(self.cluster, self._pool, self._job)
         self._accesses = self._make_accesses()
         self._changed: dict[str, int] = {}
-        #: What was done about lost workers; those of the epoch that runs are reported with it.
-        self.repairs: list[Repair] = []
-        self._reported_repairs = 0
+        #: Changes among the workers; those of the epoch that runs are reported with it.
+        self.changes: list[Change] = []
+        self._reported_changes = 0
+        self._pace = Pace()
+        self._begun_s = 0.0
 
     @property
     def route(self) -> Route:
@@ -90,14 +92,15 @@ class Coordinator:
     @property
     def durable_epoch(self) -> int:
         """The newest epoch that is safe whatever dies; later ones are repeated from Spark's offsets then."""
-        return self._durable.epoch
+        return self._durability.newest.epoch
 
     # ------------------------------------------------------------------------------------------- the epoch
 
     def begin(self, epoch: int) -> int:
         # That Spark runs this epoch proves that it has committed the one before: from here on workers may change.
-        if self.cluster.needs_change:
-            self._repair(epoch)
+        if self.cluster.wishes.are_ready:
+            self._change(epoch)
+        self._begun_s = time.monotonic()
         owners = {
             StagePartition(StageNumber(number), Partition(partition)): frozenset(workers)
             for number, access in self._accesses.items()
@@ -119,19 +122,21 @@ class Coordinator:
         return {stage: frozenset(partitions) for stage, partitions in missing.items()}
 
     def commit(self, epoch: int) -> Mapping[str, Any]:
-        due = time.monotonic() - self._durable_at_s >= self._settings.checkpoint_interval_s
-        self._is_durable_now = due or len(self._volatile) >= _VOLATILE_EPOCHS_MAX
+        self._is_durable_now = self._durability.is_due
         self._drive(events.SinkWritten(self._machine.run))
-        self._upkeep.after_epoch(Epoch(min(epoch - 1, self._durable.epoch)), self._changed["changedRows"])
-        repairs = self.repairs[self._reported_repairs :]
-        self._reported_repairs = len(self.repairs)
+        self._upkeep.after_epoch(Epoch(min(epoch - 1, self.durable_epoch)), self._changed["changedRows"])
+        changes = self.changes[self._reported_changes :]
+        self._reported_changes = len(self.changes)
+        self._note_duration()
         return {
             "epoch": epoch,
             "run": int(self._machine.run),
             "routeVersion": self.route.version,
             "workers": len(self.members),
-            "durableEpoch": int(self._durable.epoch),
-            "repairs": [repair.to_json() for repair in repairs],
+            "durableEpoch": int(self.durable_epoch),
+            "repairs": [change.to_json() for change in changes if change.lost],
+            "changes": [change.to_json() for change in changes],
+            "migrating": self.cluster.migrations.is_under_way,
             **self._changed,
         }
 
@@ -148,72 +153,84 @@ class Coordinator:
         """
         if self._machine.fenced or not self.cluster.look_for_losses():
             return False
-        if self._volatile:
+        if self._durability.volatile:
             self._return_to_durable_epoch()
-        self._repair(epoch)
+        self._change(epoch)
         return True
 
-    def _repair(self, epoch: int) -> None:
-        if self._volatile:
-            self.flush()
-        self.repairs.append(self.cluster.repair(Epoch(epoch), self._durable))
+    def _change(self, epoch: int) -> None:
+        self.flush()
+        change = self.cluster.change(Epoch(epoch), self._durability)
+        self.changes.append(change)
+        for rescale in change.rescales:
+            self.parallelism.update({StageNumber(stage): number for stage, number in rescale.parallelism.items()})
         self._accesses = self._make_accesses()
+
+    def _note_duration(self) -> None:
+        duration_ms = 1000 * (time.monotonic() - self._begun_s)
+        if self.cluster.migrations.is_under_way:
+            self._pace.note_busy(duration_ms)
+        else:
+            self._pace.note_usual(duration_ms)
+
+    # ------------------------------------------------------------------------------------------- rescaling
+
+    def rescale(self, rescale: Rescale) -> Rescale:
+        """Let it take effect before the next epoch that finds its workers ready."""
+        self.cluster.wishes.rescale(rescale)
+        return rescale
+
+    def change_while_idle(self) -> None:
+        """Do what was asked for without waiting for an epoch. The caller makes sure that none runs."""
+        # Only what Spark has committed may become the start of something new.
+        if self.cluster.wishes.are_ready and last_committed_epoch(self._claimed.spark) == self._machine.committed:
+            self._change(self._machine.committed + 1)
 
     def _return_to_durable_epoch(self) -> None:
         """As a new generation: for the old one, no worker ever goes back."""
-        logger.warning("epochs %s were not durable and are run again", sorted(self._volatile))
-        info = {"returns_to": self._durable.epoch, VOLATILE: True}
+        logger.warning("epochs %s were not durable and are run again", sorted(self._durability.volatile))
+        info = {"returns_to": self._durability.newest.epoch, VOLATILE: True}
         generation = claim_generation(self._claimed.storage, info)
         self._claimed = replace(self._claimed, generation=generation)
         self.cluster.use(self._claimed)
         self._upkeep.use(self._claimed)
-        self._machine.rewind(self._durable.epoch)
-        self._volatile.clear()
+        self._machine.rewind(self._durability.newest.epoch)
+        self._durability.volatile.clear()
 
     def flush(self) -> None:
         """Make all committed epochs durable."""
-        if not self._volatile:
+        if not self._durability.volatile:
             return
         answers = self._on_all(lambda member: self._call(member, messages.Flush(**self._job())))
-        self._write_manifests([_file(pair) for answer in answers for pair in answer["files"]], self._volatile)
+        files = [_file(pair) for answer in answers for pair in answer["files"]]
+        self._write_manifests(files, self._durability.volatile)
 
     def status(self) -> Mapping[str, Any]:
-        return {**status_of(self.cluster, self.repairs), "lastSnapshot": self._upkeep.last_snapshot}
+        """For the query's status: the workers, what was lost last, and what moves."""
+        repairs = [change for change in self.changes if change.lost]
+        return {
+            "workers": list(self.cluster.members.workers),
+            "routeVersion": self.route.version,
+            "repairs": len(repairs),
+            "lastRepair": repairs[-1].to_json() if repairs else None,
+            "migrating": self.cluster.migrations.is_under_way,
+            "lastSnapshot": self._upkeep.last_snapshot,
+        }
 
     # ------------------------------------------------------------------------------------------- the state
 
     def scan(self, spec: StageSpec, variable: str) -> tuple[int, pa.Table]:
         """All rows of a state variable as of the last committed epoch, and that epoch."""
-        for _ in range(_SCAN_ATTEMPTS):
-            epoch = self._machine.committed
-            try:
-                batches = [b for part in self._on_all(partial(self._scan_on, spec, variable, epoch)) for b in part]
-            except EpochError as error:
-                logger.debug("a look at the state starts over: %s", error)
-                continue
-            return epoch, pa.Table.from_batches(batches, schema=spec.layouts[variable].rows)
-        raise EpochError("The state could not be read: epochs pass faster than it can be sent. Try again.")
+        return self._looking.scan(spec, variable, lambda: self._machine.committed)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What each worker holds."""
+        return self._looking.describe()
 
     def savepoint(self, target: str) -> Savepoint:
         """Save the job as of the last epoch that Spark committed, in a place of its own. Epochs go on meanwhile."""
         with self._upkeep.paused():
             return take_savepoint(self._claimed, target)
-
-    def describe(self) -> list[dict[str, Any]]:
-        """What each worker holds."""
-        answers = self._on_all(lambda member: self._call(member, messages.Describe(**self._job())))
-        return [
-            {
-                "id": member.worker,
-                "address": member.address,
-                "pid": member.pid,
-                "keyGroups": len(self.route.groups_of(member.worker)),
-                "rows": sum(variable["rows"] for variable in answer["variables"]),
-                "bytes": sum(variable["bytes"] for variable in answer["variables"]),
-                "variables": answer["variables"],
-            }
-            for member, answer in zip(self.members, answers, strict=True)
-        ]
 
     def close(self) -> None:
         """Take leave of the workers, and leave nothing behind that is not durable."""
@@ -257,7 +274,7 @@ class Coordinator:
                 return call.result(timeout=_LOOK_INTERVAL_S)
             except TimeoutError:
                 worker = getattr(instruction, "worker", None)
-                if worker is not None and self.cluster.is_lost(worker):
+                if worker is not None and self.cluster.wishes.is_lost(worker):
                     message = f"The state worker {worker} fell silent."
                     return events.WorkerRefused(instruction.run, worker, Refusal.NOT_OPEN, message)
 
@@ -270,7 +287,7 @@ class Coordinator:
                     return self._ask(instruction)
                 except LostWorkerError as error:
                     logger.warning("worker %s is lost: %s", instruction.worker, error)
-                    self.cluster.note_lost(instruction.worker)
+                    self.cluster.wishes.note_lost(instruction.worker)
                     return events.WorkerRefused(instruction.run, instruction.worker, Refusal.NOT_OPEN, str(error))
                 except FencedError as error:
                     return events.WorkerRefused(instruction.run, instruction.worker, Refusal.FENCED, str(error))
@@ -285,7 +302,10 @@ class Coordinator:
         numbers: dict[str, Any] = {**self._job(), "epoch": instruction.epoch, "run": run}
         match instruction:
             case events.BeginOn():
-                self._call(member, messages.Begin(**numbers, routing=encode_routing(self.cluster.routing)))
+                rows = self._pace.rows if self.cluster.migrations.is_under_way else -1
+                # For each key group its owner: long, and of no use unless tasks ask for it.
+                routing = {} if self._settings.routing_cache else encode_routing(self.cluster.routing)
+                self._call(member, messages.Begin(**numbers, routing=routing, drain_rows=rows))
                 return events.WorkerBegan(run, member.worker)
             case events.CollectSeals():
                 answer = self._call(member, messages.Seals(**numbers))
@@ -297,7 +317,8 @@ class Coordinator:
                 self._changed_rows[member.worker] = answer["rows"]
                 return events.WorkerPrepared(run, member.worker, tuple(_file(pair) for pair in answer["files"]))
             case events.CommitOn():
-                self._call(member, messages.Commit(**numbers))
+                progress = self._call(member, messages.Commit(**numbers))
+                self.cluster.note_progress(member.worker, progress)
                 return events.WorkerCommitted(run, member.worker)
 
     def _write_manifest(self, instruction: events.WriteManifest) -> events.Event:
@@ -307,10 +328,11 @@ class Coordinator:
         }
         try:
             if self._is_durable_now:
-                self._write_manifests(instruction.files, {**self._volatile, instruction.epoch: instruction.run})
+                runs = {**self._durability.volatile, instruction.epoch: instruction.run}
+                self._write_manifests(instruction.files, runs)
             else:
                 check_generation(self._claimed.storage, self._claimed.generation)
-                self._volatile[instruction.epoch] = instruction.run
+                self._durability.volatile[instruction.epoch] = instruction.run
         except FencedError as error:
             return events.ManifestFailed(instruction.run, str(error), fenced=True)
         except CheckpointError as error:
@@ -318,23 +340,11 @@ class Coordinator:
         return events.ManifestWritten(instruction.run)
 
     def _write_manifests(self, files: Sequence[tuple[Epoch, ChangeFile]], runs: Mapping[Epoch, Run]) -> None:
-        """Of epochs that are not durable yet, oldest first: so whatever is there is whole."""
-        for epoch, run in sorted(runs.items()):
-            manifest = Manifest(
-                epoch=epoch,
-                generation=self._claimed.generation,
-                run=run,
-                route_version=self.route.version,
-                files=tuple(file for of, file in files if of == epoch),
-            )
-            write_manifest(self._claimed.storage, manifest)
-            self._durable = Committed(epoch, RunId(self._claimed.generation, run))
-            self._volatile.pop(epoch, None)
-        self._durable_at_s = time.monotonic()
+        self._durability.write(self._claimed, self.route.version, files, runs)
 
     def _abort_on(self, aborts: Sequence[events.AbortOn]) -> None:
         for abort in aborts:
-            if self.cluster.is_lost(abort.worker):
+            if self.cluster.wishes.is_lost(abort.worker):
                 continue
             try:
                 self._call(
@@ -357,7 +367,9 @@ class Coordinator:
             stage=spec,
             routing=self.cluster.routing,
             parallelism=self._partitions_of(spec),
-            partitions=np.array(assign_partitions(self.route, self._partitions_of(spec)), dtype=np.int32),
+            partitions=np.array(
+                assign_partitions(self.route, self._partitions_of(spec), self.cluster.load), dtype=np.int32
+            ),
             cache_route=self._settings.routing_cache,
             timeout_s=self._settings.request_timeout_s,
             token=self._settings.token,
@@ -365,11 +377,6 @@ class Coordinator:
 
     def _partitions_of(self, spec: StageSpec) -> int:
         return min(self.parallelism[spec.number], self._claimed.job.key_groups)
-
-    def _scan_on(self, spec: StageSpec, variable: str, epoch: int, member: Member) -> list[pa.RecordBatch]:
-        request = messages.Scan(**self._job(), epoch=epoch, stage=spec.number, variable=variable)
-        batches: Iterator[pa.RecordBatch] = member.client.stream(request)
-        return list(batches)
 
     def _call(self, member: Member, request: messages.Request) -> dict[str, Any]:
         header, _ = member.client.call(request)

@@ -35,8 +35,9 @@ class WorkerAddress:
 class EmbeddedWorkers:
     """Worker processes on this machine. Each ends when its standard input does, so a killed driver leaves none."""
 
-    def __init__(self, *, store: str, state_path: str, token: str, start_timeout_s: float) -> None:
+    def __init__(self, *, store: str, state_path: str, token: str, start_timeout_s: float, redis_url: str = "") -> None:
         self._store = store
+        self._redis_url = redis_url
         self._state_path = state_path
         self._token = token
         self._start_timeout_s = start_timeout_s
@@ -70,6 +71,14 @@ class EmbeddedWorkers:
         if process is not None and log is not None:
             process.kill()
             _bury(process, log)
+
+    def retire(self, worker: WorkerId) -> None:
+        """Let a worker go that has nothing left. One that was started elsewhere is left alone."""
+        with self._lock:
+            process, log = self._processes.pop(worker, None), self._logs.pop(worker, None)
+        if process is not None and log is not None:
+            process.terminate()
+            threading.Thread(target=_bury, args=(process, log), daemon=True).start()
 
     def stop(self) -> None:
         """End all workers, gently first. None is started any more."""
@@ -107,7 +116,8 @@ class EmbeddedWorkers:
         return worker
 
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, "ANABRANCH_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
+        secrets = {"ANABRANCH_TOKEN": self._token, "ANABRANCH_REDIS_URL": self._redis_url}
+        return {**os.environ, **{name: value for name, value in secrets.items() if value}, "OMP_NUM_THREADS": "1"}
 
     def _wait_until_ready(self, worker: WorkerId) -> WorkerAddress:
         process, log = self._processes[worker], self._logs[worker]

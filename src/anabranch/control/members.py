@@ -20,6 +20,8 @@ class Member:
     address: str
     pid: int
     client: WorkerClient
+    #: Where it keeps state; empty if that has not been asked.
+    store: str = ""
 
 
 class Membership:
@@ -68,7 +70,7 @@ def discover(addresses: Sequence[str], *, timeout_s: float, start_timeout_s: flo
     for address in addresses:
         client = WorkerClient(address, timeout_s=timeout_s, token=token)
         health, _ = client.call(Health(), timeout_s=start_timeout_s)
-        members.append(Member(WorkerId(health["worker"]), address, int(health["pid"]), client))
+        members.append(Member(WorkerId(health["worker"]), address, int(health["pid"]), client, str(health["store"])))
     ids = [member.worker for member in members]
     for member in members:
         if ids.count(member.worker) > 1:

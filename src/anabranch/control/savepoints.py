@@ -9,7 +9,7 @@ from anabranch.checkpoint.job import read_job
 from anabranch.checkpoint.savepoints import Savepoint, begin_savepoint, check_free, complete_savepoint, start_from
 from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.checkpoint.storage import Storage
-from anabranch.control.resume import Claimed
+from anabranch.control.claims import Claimed
 from anabranch.control.upkeep import compact_in_process
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import NO_EPOCH

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from anabranch.checkpoint.cleanup import clean_up
 from anabranch.checkpoint.generations import check_generation
 from anabranch.checkpoint.statefiles import StateFiles
-from anabranch.control.resume import Claimed
+from anabranch.control.claims import Claimed
 from anabranch.core.errors import AnabranchError, CheckpointError
 from anabranch.core.ids import Epoch
 from anabranch.core.settings import Settings

@@ -125,12 +125,13 @@ def moves(old: Route, new: Route) -> Mapping[KeyGroup, tuple[WorkerId, WorkerId]
     return {KeyGroup(group): pair for group, pair in pairs if pair[0] != pair[1]}
 
 
-def assign_partitions(route: Route, parallelism: int) -> tuple[Partition, ...]:
+def assign_partitions(route: Route, parallelism: int, load: Sequence[float] | None = None) -> tuple[Partition, ...]:
     """The partition of each key group (the index is the key group), for a stage run by ``parallelism`` tasks.
 
     With at least as many tasks as workers, a partition's groups belong to one worker; with fewer, a partition holds
     all groups of some workers. Partitions in use are numbered from 0 without gaps; there are more tasks than
-    partitions in use only if there are more tasks than key groups.
+    partitions in use only if there are more tasks than key groups. With the load of each key group, the partitions of
+    a worker have about the same load instead of the same number of groups: hot key groups are spread.
     """
     if parallelism < 1:
         raise SettingsError(f"A parallelism of {parallelism} runs nothing; set it to 1 or more.")
@@ -140,11 +141,29 @@ def assign_partitions(route: Route, parallelism: int) -> tuple[Partition, ...]:
             for group in route.groups_of(worker):
                 partitions[group] = partition
         return tuple(partitions)
+    weights = None if load is None else _weights(load, route.key_groups)
     for worker, numbers in _share_partitions(route, parallelism).items():
         groups = route.groups_of(worker)
+        if weights is not None:
+            for group, number in _spread(groups, numbers, weights).items():
+                partitions[group] = number
+            continue
         for index, group in enumerate(groups):
             partitions[group] = numbers[index * len(numbers) // len(groups)]
     return tuple(partitions)
+
+
+def _spread(
+    groups: Sequence[KeyGroup], numbers: Sequence[Partition], weights: Sequence[int]
+) -> dict[KeyGroup, Partition]:
+    """The heaviest group first, each to the lightest partition; so every partition gets one."""
+    heap = [(0, number) for number in numbers]
+    spread: dict[KeyGroup, Partition] = {}
+    for group in sorted(groups, key=lambda group: (-weights[group], group)):
+        weight, number = heapq.heappop(heap)
+        spread[group] = number
+        heapq.heappush(heap, (weight + weights[group], number))
+    return spread
 
 
 def owners_of_partitions(route: Route, assignment: Sequence[Partition]) -> tuple[frozenset[WorkerId], ...]:

@@ -12,7 +12,9 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.keygroups import DEFAULT_KEY_GROUPS, MAX_KEY_GROUPS
 
 PREFIX = "anabranch."
-STORES = ("memory", "rocksdb")
+STORES = ("memory", "rocksdb", "redis")
+MIGRATIONS = ("lazy", "eager", "restart")
+DEFAULT_CONTROL_PORT = 9008
 MAX_WORKERS = 1024
 MAX_PARALLELISM = MAX_KEY_GROUPS
 
@@ -29,7 +31,11 @@ class Settings:
     worker_addresses: tuple[str, ...] = _setting(
         (), "workerAddresses", "host:port of running state workers, comma separated, to use instead of starting any"
     )
-    store: str = _setting("memory", "store", "where workers keep state: memory or rocksdb")
+    store: str = _setting("memory", "store", "where workers keep state: memory, rocksdb or redis")
+    redis_url: str = _setting(
+        "redis://localhost:6379/0", "redisUrl", "the shared store of redis: redis://, rediss:// or redis+cluster://"
+    )
+    migration: str = _setting("lazy", "migration", "how state follows a rescale: lazy, eager or restart")
     key_groups: int = _setting(DEFAULT_KEY_GROUPS, "keyGroups", "hash buckets of keys; fixed when a job first starts")
     parallelism: int = _setting(0, "parallelism", "partitions of stateful stages; 0: as many as Spark has cores")
     state_path: str = _setting("", "statePath", "directory for local state of workers; empty: a temporary one")
@@ -48,7 +54,14 @@ class Settings:
     keep_s: float = _setting(0.0, "keepSeconds", "epochs younger than this can be restored as well")
     state_location: str = _setting("", "stateLocation", "URL for the state; empty: in Spark's checkpoint")
     savepoint: str = _setting("", "savepoint", "where a new job starts from; ignored once its checkpoint is in use")
+    control_host: str = _setting("127.0.0.1", "controlHost", "where the HTTP API listens; elsewhere it needs a token")
+    control_port: int = _setting(
+        DEFAULT_CONTROL_PORT, "controlPort", "port of the query's HTTP API; 0: any free one; -1: none"
+    )
     token: str = _setting("", "token", "shared secret of driver, tasks and workers; needed off this machine")
+
+    #: The attributes that were given a value, be it the default.
+    given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_range("workers", self.workers, 1, MAX_WORKERS)
@@ -64,6 +77,10 @@ class Settings:
         if self.store not in STORES:
             near = _nearest(self.store, STORES)
             raise SettingsError(f"{PREFIX}store is {self.store!r}; it can be {' or '.join(STORES)}.{near}")
+        if self.migration not in MIGRATIONS:
+            near = _nearest(self.migration, MIGRATIONS)
+            raise SettingsError(f"{PREFIX}migration is {self.migration!r}; it can be {' or '.join(MIGRATIONS)}.{near}")
+        _check_range("controlPort", self.control_port, -1, 65535)
         for name in ("request_timeout_s", "worker_timeout_s", "heartbeat_s", "start_timeout_s"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{PREFIX}{_FIELDS_BY_ATTRIBUTE[name]} must be more than 0 seconds.")
@@ -91,17 +108,22 @@ class Settings:
             for name, value in layer.items():
                 declared = _find(name, origin)
                 values[declared.name] = _parse(declared, value, origin)
-        return Settings(**values)
+        return Settings(**values, given=frozenset(values))
 
     @staticmethod
     def describe() -> list[tuple[str, Any, str]]:
         """Name, default and meaning of each setting."""
-        return [(PREFIX + f.metadata["name"], f.default, f.metadata["doc"]) for f in dataclasses.fields(Settings)]
+        return [(PREFIX + f.metadata["name"], f.default, f.metadata["doc"]) for f in _fields()]
+
+
+def _fields() -> list[dataclasses.Field[Any]]:
+    """Those that users can set."""
+    return [f for f in dataclasses.fields(Settings) if f.metadata]
 
 
 def _find(name: str, origin: str) -> dataclasses.Field[Any]:
     plain = name[len(PREFIX) :] if name.lower().startswith(PREFIX) else name
-    fields = {f.metadata["name"].lower(): f for f in dataclasses.fields(Settings)}
+    fields = {f.metadata["name"].lower(): f for f in _fields()}
     found = fields.get(plain.lower().replace("_", ""))
     if found is None:
         near = _nearest(plain, [f.metadata["name"] for f in fields.values()], prefix=PREFIX)
@@ -139,4 +161,4 @@ def _nearest(word: str, candidates: Any, prefix: str = "") -> str:
     return f" Did you mean {prefix}{next(c for c in candidates if c.lower() == close[0])}?"
 
 
-_FIELDS_BY_ATTRIBUTE = {f.name: f.metadata["name"] for f in dataclasses.fields(Settings)}
+_FIELDS_BY_ATTRIBUTE = {f.name: f.metadata["name"] for f in _fields()}

@@ -8,31 +8,48 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anabranch.core.errors import AnabranchError, SettingsError
-from anabranch.core.settings import STORES
+from anabranch.core.settings import MIGRATIONS, STORES
 from anabranch.demo.options import DemoOptions, flag
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from anabranch.demo.output import OutputDirectory
-    from anabranch.demo.recorded import RecordedEvents
     from anabranch.demo.run import Outcome
 
 _USAGE = 2
 _INTERRUPTED = 130
 #: Options that describe generated events, and mean nothing for recorded ones.
 _GENERATOR_OPTIONS = ("rate", "keys", "skew")
+#: How long events arrive in a single run, and in each of those that are compared.
+_SECONDS, _SECONDS_COMPARED = 30.0, 20.0
 
 
 def demo(
     context: typer.Context,
-    seconds: Annotated[float, typer.Option(help="How long events arrive.")] = 30.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="How long events arrive.", show_default=f"{_SECONDS:g}, or {_SECONDS_COMPARED:g} with --compare"
+        ),
+    ] = None,
     rate: Annotated[float, typer.Option(help="Events a second.")] = 200.0,
     keys: Annotated[int, typer.Option(help="How many different server names.")] = 100_000,
     skew: Annotated[float, typer.Option(help="Zipf exponent over the server names; 0 is uniform.")] = 0.0,
     workers: Annotated[int, typer.Option(help="How many state workers to start.")] = 2,
     parallelism: Annotated[int, typer.Option(help="In how many partitions the stages work.")] = 2,
     store: Annotated[str, typer.Option(help=f"Where workers keep state: {' or '.join(STORES)}.")] = "memory",
+    redis_url: Annotated[
+        str | None, typer.Option(help="The Redis of --store redis, e.g. redis://localhost:6379/0.")
+    ] = (None),
+    rescale_to: Annotated[
+        int | None,
+        typer.Option(help="Rescale to so many workers during the run; 0: do not.", show_default="twice as many"),
+    ] = None,
+    rescale_at: Annotated[
+        float | None, typer.Option(help="When to rescale, in seconds from the start.", show_default="the middle")
+    ] = None,
+    migration: Annotated[str, typer.Option(help=f"How state follows a rescale: {' or '.join(MIGRATIONS)}.")] = "lazy",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run once with each --migration, and draw the runs side by side.")
+    ] = False,
     work_ms: Annotated[float, typer.Option(help="CPU time for each row of stage 2.")] = 5.0,
     count_ms: Annotated[float, typer.Option(help="CPU time for each row of stage 3.")] = 0.0,
     junk_bytes: Annotated[int, typer.Option(help="State that each row adds in stage 3, besides the count.")] = 0,
@@ -47,18 +64,22 @@ def demo(
     view: Annotated[bool, typer.Option("--view/--no-view", help="Live on a terminal, or lines of text.")] = True,
     master: Annotated[str, typer.Option(help="The Spark master to run on.")] = "local[2]",
 ) -> None:
-    """Run a job of five stages on generated or recorded edits, watch it live, and measure its latency.
+    """Run a job of five stages on generated or recorded edits, rescale it meanwhile, and measure its latency.
 
     Stages: 0 source, 1 filter (id % 4 != 0), 2 work that costs CPU time, 3 count per server, 4 latency at the sink.
     """
     try:
         if input is not None:
             _refuse_generator_options(context)
+        if compare:
+            _refuse_what_is_compared(context, rescale_to)
+        run_s = (_SECONDS_COMPARED if compare else _SECONDS) if seconds is None else seconds
         options = DemoOptions(
-            seconds=seconds, rate=rate, keys=keys, skew=skew, workers=workers, parallelism=parallelism, store=store,
-            work_ms=work_ms, count_ms=count_ms, junk_bytes=junk_bytes, input=input, trigger=trigger,
+            seconds=run_s, rate=rate, keys=keys, skew=skew, workers=workers, parallelism=parallelism, store=store,
+            redis_url=redis_url, rescale_to=rescale_to, rescale_at=rescale_at, migration=migration, work_ms=work_ms,
+            count_ms=count_ms, junk_bytes=junk_bytes, input=input, trigger=trigger,
         )  # fmt: skip
-        outcome = _run(options, output, master, live=view)
+        outcome = _run(options, output, master, compare=compare, live=view)
     except SettingsError as error:
         typer.echo(f"anabranch demo: {error}", err=True)
         raise typer.Exit(_USAGE) from error
@@ -73,16 +94,27 @@ def demo(
         raise typer.Exit(1)
 
 
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def _refuse_generator_options(context: typer.Context) -> None:
     for name in _GENERATOR_OPTIONS:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if _is_given(context, name):
             raise SettingsError(
                 f"{flag(name)} describes generated events, but --input is given. Leave one of the two out."
             )
 
 
-def _run(options: DemoOptions, directory: Path, master: str, *, live: bool) -> Outcome:
+def _refuse_what_is_compared(context: typer.Context, rescale_to: int | None) -> None:
+    if _is_given(context, "migration"):
+        raise SettingsError("--compare runs with every --migration, but one is given. Leave one of the two out.")
+    if rescale_to == 0:
+        raise SettingsError("--compare is about rescales, but --rescale-to is 0. Leave one of the two out.")
+
+
+def _run(options: DemoOptions, directory: Path, master: str, *, compare: bool, live: bool) -> Outcome:
     """Check everything that can be checked, then start Spark."""
     from anabranch.demo.output import claim_output
     from anabranch.demo.recorded import find_recorded
@@ -98,48 +130,7 @@ def _run(options: DemoOptions, directory: Path, master: str, *, live: bool) -> O
         console = Console()
         console.print("Starting Spark and the state workers; this takes some seconds.", highlight=False)
         with open_spark(master, parallelism=options.parallelism, log=output.log) as spark:
-            outcome = _watch(spark, options, recorded, output, console, live=live)
-        _report(outcome, options, output, console)
-        return outcome
+            from anabranch.demo.presentation import Presentation
 
-
-def _watch(
-    spark: object,
-    options: DemoOptions,
-    recorded: RecordedEvents | None,
-    output: OutputDirectory,
-    console: Console,
-    *,
-    live: bool,
-) -> Outcome:
-    from anabranch.demo.interrupts import StopRequest, stop_on_signals
-    from anabranch.demo.run import run_demo
-    from anabranch.demo.view import open_view
-
-    stop = StopRequest()
-    with stop_on_signals(stop), open_view(console, options, live=live) as view:
-        return run_demo(spark, options, recorded, output, view, stop)  # type: ignore[arg-type]
-
-
-def _report(outcome: Outcome, options: DemoOptions, output: OutputDirectory, console: Console) -> None:
-    from anabranch.demo.view import summary_table, workers_table
-
-    summary = outcome.to_json(options)
-    source = f"{options.input}" if options.input is not None else f"{options.rate:g} rows/s"
-    files = output.write_results(summary, title=f"anabranch demo: {source}, {options.workers} workers")
-    console.print()
-    console.print(summary_table(summary), highlight=False)
-    console.print()
-    console.print(workers_table(outcome.last.workers), highlight=False)
-    console.print()
-    waiting = options.rows - outcome.last.source_rows if options.input is None else None
-    endings = {
-        "complete": "Every row came through.",
-        "time": "The time was up"
-        + (f", and {waiting:,} rows were still waiting. Lower --rate or --work-ms." if waiting else "."),
-        "interrupted": "Stopped on request.",
-        "failed": "The query failed.",
-    }
-    console.print(endings[outcome.ending], highlight=False)
-    for path in [*files, output.checkpoint]:
-        console.print(f"  {path}", soft_wrap=True, highlight=False)
+            presentation = Presentation(spark, recorded, console, live)
+            return presentation.compare(options, output) if compare else presentation.run(options, output)

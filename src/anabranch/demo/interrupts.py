@@ -59,7 +59,7 @@ def stop_on_signals(stop: StopRequest) -> Iterator[None]:
 
 @contextmanager
 def children_without_interrupts() -> Iterator[None]:
-    """Processes started meanwhile do not notice Ctrl-C, which a terminal sends to all that run in it.
+    """Processes and threads started meanwhile do not notice Ctrl-C, which a terminal sends to all that run in it.
 
     State workers must outlive it until the last epoch is committed; they end when this process ends them.
     """

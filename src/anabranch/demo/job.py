@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -19,6 +20,8 @@ from anabranch.workload.source import register
 
 #: The stages by number.
 STAGES = ("source", "filter", "work", "count", "sink")
+#: The one with state, which a rescale is about.
+COUNT_STAGE = STAGES.index("count")
 
 
 def read_edits(spark: SparkSession, options: DemoOptions, recorded: RecordedEvents | None) -> DataFrame:
@@ -70,14 +73,20 @@ def warm_up(spark: SparkSession, options: DemoOptions) -> None:
 
 def start_job(job: Stream, options: DemoOptions, sink: LatencySink, checkpoint: Path) -> StreamQuery:
     """Start the job, with stage 4: a sink that notes how long each row took."""
+    settings: dict[str, Any] = {
+        "anabranch.workers": options.workers,
+        "anabranch.parallelism": options.parallelism,
+        "anabranch.store": options.store,
+        "anabranch.migration": options.migration,
+    }
+    if options.redis_url is not None:
+        settings["anabranch.redisUrl"] = options.redis_url
     return (
         job.writeStream.outputMode("update")
         .queryName("demo")
         .foreachBatch(sink.record_latency)
         .trigger(processingTime=options.trigger)
         .option("checkpointLocation", str(checkpoint))
-        .option("anabranch.workers", options.workers)
-        .option("anabranch.parallelism", options.parallelism)
-        .option("anabranch.store", options.store)
+        .options(**settings)
         .start()
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,8 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from anabranch.core.errors import AnabranchError
-from anabranch.demo.sink import RECENT_S, LatencySink
+from anabranch.demo.rescales import Handle, RescaleFigures, RescaleWatch
+from anabranch.demo.sink import RECENT_S, LatencyPoint, LatencySink
 from anabranch.workload.latency import summary
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,12 @@ class Query(Protocol):
 
     @property
     def recentProgress(self) -> list[dict[str, Any]]: ...
+
+    @property
+    def last_rescale(self) -> Handle | None: ...
+
+    @property
+    def url(self) -> str | None: ...
 
     def workers(self) -> list[dict[str, Any]]: ...
 
@@ -36,13 +44,21 @@ class EpochFigures:
     source_rows: int
     sink_rows: int
 
+    @property
+    def began_s(self) -> float:
+        return self.ended_s - self.duration_ms / 1000
+
 
 @dataclass(frozen=True)
 class WorkerFigures:
     """What a state worker holds."""
 
     worker: str
+    #: Those that it owns, and how many of them have not arrived in full.
     key_groups: int
+    pending_groups: int
+    #: Former ones that others may still fetch from.
+    frozen_groups: int
     keys: int
     #: Rows of state: one for each key, and those of the junk.
     rows: int
@@ -64,6 +80,22 @@ class Snapshot:
     #: Percentiles over the rows of the last seconds; empty if there are none.
     latency_ms: Mapping[str, int]
     workers: Sequence[WorkerFigures]
+    #: The latency of each epoch so far; times are from the start of the run.
+    history: Sequence[LatencyPoint] = ()
+    #: The rescales so far, the oldest first.
+    rescales: Sequence[RescaleFigures] = ()
+    #: Where the query's HTTP API is; None if it has none.
+    url: str | None = None
+    #: When the look was taken, in milliseconds since 1970.
+    now_ms: int = 0
+
+    @property
+    def is_rescaling(self) -> bool:
+        return any(rescale.ended_ms is None for rescale in self.rescales)
+
+    def elapsed_at_s(self, time_ms: int) -> float:
+        """How long the run had taken at a time in milliseconds since 1970."""
+        return self.elapsed_s - (self.now_ms - time_ms) / 1000
 
     def rates(self) -> list[tuple[str, float, int]]:
         """For each stage its name, and the rows that went in: a second, and in all.
@@ -95,26 +127,52 @@ class Meter:
         self._began_s = monotonic_s()
         self._started_s = clock_s()
         self._epochs: dict[int, EpochFigures] = {}
+        self._rows_read: int | None = None
         self._workers: tuple[WorkerFigures, ...] = ()
+        self._url: str | None = None
+        self._watch = RescaleWatch(clock_s)
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._monotonic_s() - self._began_s
+
+    @property
+    def epochs(self) -> list[EpochFigures]:
+        """The epochs that were reported so far, in their order."""
+        return [self._epochs[epoch] for epoch in sorted(self._epochs)]
+
+    def read_rescales(self) -> tuple[RescaleFigures, ...]:
+        """Quick, so that it can be done often: how often decides how well the time of a rescale is known."""
+        return self._watch.look(self._query.last_rescale)
 
     def read(self) -> Snapshot:
         self._read_progress()
         self._read_workers()
-        epochs = [self._epochs[epoch] for epoch in sorted(self._epochs)]
+        self._url = self._query.url or self._url
+        epochs = self.epochs
+        last = epochs[-1] if epochs else None
         source_rate, sink_rate = self._rates(epochs)
         latency_ms = summary(self._sink.recent_latencies())
         latency_ms.pop("count")
         return Snapshot(
-            elapsed_s=self._monotonic_s() - self._began_s,
+            elapsed_s=self.elapsed_s,
             epochs=len(epochs),
-            last=epochs[-1] if epochs else None,
-            source_rows=sum(epoch.source_rows for epoch in epochs),
-            sink_rows=sum(epoch.sink_rows for epoch in epochs),
+            last=last,
+            source_rows=sum(epoch.source_rows for epoch in epochs) if self._rows_read is None else self._rows_read,
+            sink_rows=0 if last is None else self._sink.rows_until(last.epoch),
             source_rows_per_s=source_rate,
             sink_rows_per_s=sink_rate,
             latency_ms=latency_ms,
             workers=self._workers,
+            history=self._history(),
+            rescales=self.read_rescales(),
+            url=self._url,
+            now_ms=round(self._clock_s() * 1000),
         )
+
+    def _history(self) -> tuple[LatencyPoint, ...]:
+        points = self._sink.history()
+        return tuple(dataclasses.replace(point, reached_s=point.reached_s - self._began_s) for point in points)
 
     def _read_progress(self) -> None:
         for progress in self._query.recentProgress:
@@ -131,12 +189,15 @@ class Meter:
                 source_rows=progress["numInputRows"],
                 sink_rows=self._sink.rows_of(epoch),
             )
+            # A query that is restarted may not get round to its last report, but positions count all rows.
+            self._rows_read = _position(progress) or self._rows_read
 
     def _read_workers(self) -> None:
         try:
             answers = self._query.workers()
-        except AnabranchError as error:
-            # The query may have ended between two looks; how it ended is for others to say.
+        except (AnabranchError, RuntimeError) as error:
+            # The query may have ended between two looks, and how it ended is for others to say; or it is being
+            # restarted, and has nobody who could be asked.
             logger.debug("the workers cannot be asked: %s", error)
             return
         self._workers = tuple(_figures(answer) for answer in answers)
@@ -158,7 +219,16 @@ def _figures(answer: Mapping[str, Any]) -> WorkerFigures:
     return WorkerFigures(
         worker=answer["id"],
         key_groups=answer["keyGroups"],
+        pending_groups=answer["pendingGroups"],
+        frozen_groups=answer["frozenGroups"],
         keys=sum(held["rows"] for held in answer["variables"] if held["variable"] == "count"),
         rows=answer["rows"],
         bytes=answer["bytes"],
     )
+
+
+def _position(progress: Mapping[str, Any]) -> int | None:
+    """How many events had been read at the end of an epoch; None if the source does not count them."""
+    (source,) = progress.get("sources") or [{}]
+    end = source.get("endOffset")
+    return int(end["row"]) if isinstance(end, Mapping) and "row" in end else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anabranch.core.errors import SettingsError
-from anabranch.core.settings import MAX_PARALLELISM, MAX_WORKERS, STORES
+from anabranch.core.settings import MAX_PARALLELISM, MAX_WORKERS, MIGRATIONS, STORES
 
 #: What numbers may be, both ends included.
 LIMITS: Mapping[str, tuple[float, float]] = {
@@ -18,6 +18,8 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "skew": (0, 100),
     "workers": (1, MAX_WORKERS),
     "parallelism": (1, MAX_PARALLELISM),
+    "rescale_to": (0, MAX_WORKERS),
+    "rescale_at": (0, 86_400),
     "work_ms": (0, 60_000),
     "count_ms": (0, 60_000),
     "junk_bytes": (0, 16 * 2**20),
@@ -41,7 +43,15 @@ class DemoOptions:
     skew: float = 0.0
     workers: int = 2
     parallelism: int = 2
+    #: To how many workers the run is rescaled; 0: it is not; None: to twice as many as it begins with.
+    rescale_to: int | None = None
+    #: When it is rescaled, in seconds from the start; None: in the middle.
+    rescale_at: float | None = None
+    #: How state follows a rescale.
+    migration: str = "lazy"
     store: str = "memory"
+    #: The Redis to use with the store redis; None: the one that the settings name.
+    redis_url: str | None = None
     #: CPU time for each row of stage 2.
     work_ms: float = 5.0
     #: CPU time for each row of stage 3.
@@ -59,17 +69,40 @@ class DemoOptions:
         for name, (low, high) in LIMITS.items():
             value = getattr(self, name)
             # Written so that NaN, which compares with nothing, is refused too.
-            if not low <= value <= high:
+            if value is not None and not low <= value <= high:
                 raise SettingsError(
                     f"{flag(name)} is {value:g}, but it must be between {low:,} and {high:,}. "
                     "Choose a value in that range."
                 )
         if self.store not in STORES:
             raise SettingsError(f"--store is '{self.store}', which is not a store. Choose {' or '.join(STORES)}.")
+        if self.redis_url is not None and self.store != "redis":
+            raise SettingsError(f"--redis-url is given, but --store is {self.store}. Give --store redis as well.")
+        if self.migration not in MIGRATIONS:
+            raise SettingsError(
+                f"--migration is '{self.migration}', which is no way to move state. Choose {' or '.join(MIGRATIONS)}."
+            )
         if _TRIGGER.fullmatch(self.trigger) is None:
             raise SettingsError(
                 f"--trigger is '{self.trigger}', which is not a time. Give something like '0 seconds', "
                 "'500 milliseconds' or '1 minute'."
+            )
+        self._check_rescale()
+
+    def _check_rescale(self) -> None:
+        if self.rescale_to == self.workers:
+            raise SettingsError(
+                f"--rescale-to is {self.rescale_to}, as many workers as the run begins with. Choose another number, "
+                "or 0 for no rescale."
+            )
+        if self.rescale_at is None:
+            return
+        if self.rescale_to == 0:
+            raise SettingsError("--rescale-at says when to rescale, but --rescale-to is 0. Leave one of the two out.")
+        if self.rescale_at >= self.seconds:
+            raise SettingsError(
+                f"--rescale-at is {self.rescale_at:g}, but the run is over after {self.seconds:g} seconds. "
+                "Choose an earlier time, or more --seconds."
             )
 
     @property
@@ -83,6 +116,22 @@ class DemoOptions:
         if self.input is not None:
             return self.seconds
         return self.seconds + (max(10.0, self.seconds / 2) if self.drain_limit_s is None else self.drain_limit_s)
+
+    @property
+    def workers_after(self) -> int:
+        """How many workers there are after the rescale; 0: there is none."""
+        if self.rescale_to is not None:
+            return self.rescale_to
+        return 2 * self.workers if 2 * self.workers <= MAX_WORKERS else self.workers // 2
+
+    @property
+    def parallelism_after(self) -> int:
+        """Each worker is to have as many tasks as before."""
+        return min(MAX_PARALLELISM, max(1, round(self.parallelism * self.workers_after / self.workers)))
+
+    @property
+    def rescale_at_s(self) -> float:
+        return self.seconds / 2 if self.rescale_at is None else self.rescale_at
 
     @property
     def trigger_s(self) -> float:

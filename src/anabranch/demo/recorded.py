@@ -21,6 +21,8 @@ class RecordedEvents:
     format: str
     #: The columns to read, in Spark's words. Of CSV files these are all that there are, because they go by position.
     schema: str
+    #: How many files there are, each of them an epoch.
+    files: int = 1
 
 
 def find_recorded(directory: Path) -> RecordedEvents:
@@ -49,7 +51,8 @@ def find_recorded(directory: Path) -> RecordedEvents:
             "Choose events like those of anabranch workgen."
         )
     read = columns if format == "csv" else list(NEEDED)
-    return RecordedEvents(directory, format, ", ".join(f"`{name}` {NEEDED.get(name, 'STRING')}" for name in read))
+    schema = ", ".join(f"`{name}` {NEEDED.get(name, 'STRING')}" for name in read)
+    return RecordedEvents(directory, format, schema, len(files))
 
 
 def _advice(directory: Path) -> str:

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from anabranch.api.query import StreamQuery
+from anabranch.core.errors import UnsupportedError
 from anabranch.demo.interrupts import StopRequest, children_without_interrupts
-from anabranch.demo.job import build_job, start_job, warm_up
+from anabranch.demo.job import COUNT_STAGE, build_job, start_job, warm_up
 from anabranch.demo.meter import Meter, Snapshot
 from anabranch.demo.options import DemoOptions
 from anabranch.demo.output import OutputDirectory
+from anabranch.demo.phases import Phases, phases
 from anabranch.demo.recorded import RecordedEvents
+from anabranch.demo.rescales import RescaleFigures
 from anabranch.demo.sink import LatencySink
 from anabranch.demo.view import View
-from anabranch.workload.latency import read_latencies, summary
+from anabranch.workload.latency import Latencies, read_latencies, summary
+
+logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
+_RESCALE_LOOK_INTERVAL_S = 0.25
 
 
 class Ending(StrEnum):
@@ -42,6 +51,8 @@ class Outcome:
     #: The sum of all counts in the state, when every row had come through; None if some had not.
     counted: int | None
     latency_ms: dict[str, int]
+    #: What each rescale did to the run, in the order of `last.rescales`.
+    phases: Sequence[Phases]
     error: Exception | None
 
     def to_json(self, options: DemoOptions) -> dict[str, Any]:
@@ -61,6 +72,24 @@ class Outcome:
                 "counted": self.counted,
             },
             "workers": workers,
+            "rescales": [
+                self._rescale_to_json(rescale, phases, options.migration)
+                for rescale, phases in zip(self.last.rescales, self.phases, strict=True)
+            ],
+        }
+
+    def _rescale_to_json(self, rescale: RescaleFigures, phases: Phases, strategy: str) -> dict[str, Any]:
+        figures = dataclasses.asdict(phases)
+        latency_ms = {phase: figures.pop(phase) for phase in ("before", "during", "after")}
+        output_ms = figures.pop("ended_ms")
+        return {
+            **dataclasses.asdict(rescale),
+            "strategy": strategy,
+            "asked_s": round(self.last.elapsed_at_s(rescale.asked_ms), 3),
+            "seconds": None if rescale.ended_ms is None else rescale.seconds(rescale.ended_ms),
+            "first_output_ms": output_ms,
+            "latency_ms": latency_ms,
+            **figures,
         }
 
 
@@ -80,8 +109,9 @@ def run_demo(
     with children_without_interrupts():
         query = start_job(job, options, sink, output.checkpoint)
     meter = Meter(query, sink)
+    middle = Middle(options, None if recorded is None else recorded.files)
     try:
-        ending = _watch(query, meter, options, view, stop)
+        ending = _watch(query, meter, options, middle, view, stop)
         last = meter.read()
         view.show(last, "stopping")
         counted = _counted(query) if ending is Ending.COMPLETE else None
@@ -89,29 +119,83 @@ def run_demo(
         query.stop()
     # The epoch that runs when a query is stopped may have come to the sink, but is not part of what Spark has done.
     sink.discard_after(-1 if last.last is None else last.last.epoch)
-    return Outcome(ending, last, counted, _latency_of(output), query.exception())
+    latencies = _latencies_of(output)
+    latency_ms = summary(latencies)
+    return Outcome(
+        ending,
+        last,
+        counted,
+        latency_ms if latency_ms.pop("count") else {},
+        phases(latencies, meter.epochs, last.rescales, end_ms=last.now_ms),
+        query.exception(),
+    )
 
 
-def _watch(query: StreamQuery, meter: Meter, options: DemoOptions, view: View, stop: StopRequest) -> Ending:
+class Middle:
+    """When the run is rescaled without being asked to."""
+
+    def __init__(self, options: DemoOptions, files: int | None) -> None:
+        self._options = options
+        self._files = files
+        self._is_over = not options.workers_after
+
+    def rescale_if_due(self, query: StreamQuery, snapshot: Snapshot) -> None:
+        options = self._options
+        if self._is_over or (snapshot.elapsed_s < options.rescale_at_s and not self._is_half_read(snapshot)):
+            return
+        self._is_over = True
+        # The count is the only stage with state; the others have their partitions from the source. Workers are started
+        # by threads that begin here.
+        with children_without_interrupts():
+            try:
+                query.rescale(workers=options.workers_after, parallelism=options.parallelism_after, stage=COUNT_STAGE)
+            except UnsupportedError as error:
+                # The query has just ended; the next look finds out, and how it ended is told then.
+                logger.debug("no rescale: %s", error)
+
+    def _is_half_read(self, snapshot: Snapshot) -> bool:
+        """Recorded events may be through long before the time is up."""
+        return self._files is not None and self._options.rescale_at is None and 2 * snapshot.epochs >= self._files
+
+
+def _watch(
+    query: StreamQuery, meter: Meter, options: DemoOptions, middle: Middle, view: View, stop: StopRequest
+) -> Ending:
     while True:
         snapshot = meter.read()
         if not query.isActive:
             return Ending.FAILED
-        if _all_through(query, snapshot, options):
-            return Ending.COMPLETE
         if snapshot.elapsed_s >= options.limit_s:
             return Ending.TIME
+        if not snapshot.is_rescaling and _all_through(query, snapshot, options):
+            return Ending.COMPLETE
         waits = options.input is None and snapshot.elapsed_s >= options.seconds
         view.show(snapshot, "the last rows are on their way" if waits else "")
-        if stop.wait(_LOOK_INTERVAL_S):
+        middle.rescale_if_due(query, snapshot)
+        if _pause(meter, stop):
             return Ending.INTERRUPTED
+
+
+def _pause(meter: Meter, stop: StopRequest) -> bool:
+    """Wait for the next look, which is sooner while a rescale is under way; whether the end was asked for."""
+    until_s = meter.elapsed_s + _LOOK_INTERVAL_S
+    known = meter.read_rescales()
+    while (left_s := until_s - meter.elapsed_s) > 0:
+        if stop.wait(min(left_s, _RESCALE_LOOK_INTERVAL_S)):
+            return True
+        rescales = meter.read_rescales()
+        if rescales != known or any(rescale.ended_ms is None for rescale in rescales):
+            return False
+    return False
 
 
 def _all_through(query: StreamQuery, snapshot: Snapshot, options: DemoOptions) -> bool:
     if options.input is None:
         return snapshot.source_rows >= options.rows
-    # How many rows the files have is not known, but Spark says when there is no further file.
-    return bool(snapshot.epochs) and not query.status["isDataAvailable"]
+    # How many rows the files have is not known, but Spark says when there is no further file; a query that was just
+    # restarted has not looked for one yet.
+    status = query.status
+    return bool(snapshot.epochs) and status["message"].startswith("Waiting for") and not status["isDataAvailable"]
 
 
 def _counted(query: StreamQuery) -> int:
@@ -120,8 +204,7 @@ def _counted(query: StreamQuery) -> int:
     return 0 if row is None or row[0] is None else int(row[0])
 
 
-def _latency_of(output: OutputDirectory) -> dict[str, int]:
-    if not any(output.epochs.glob("*.csv")):
-        return {}
-    figures = summary(read_latencies(output.epochs))
-    return figures if figures.pop("count") else {}
+def _latencies_of(output: OutputDirectory) -> Latencies:
+    if any(output.epochs.glob("*.csv")):
+        return read_latencies(output.epochs)
+    return Latencies(np.empty(0, np.int64), np.empty(0, np.int64))

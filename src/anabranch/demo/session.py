@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -56,7 +57,8 @@ def open_spark(master: str, *, parallelism: int, log: Path) -> Iterator[SparkSes
             reason = str(getattr(error, "java_exception", error)).splitlines()[0]
             raise AnabranchError(f"Spark could not be started: {reason}. See {log}.") from error
         try:
-            yield spark
+            with _messages_to(log):
+                yield spark
         finally:
             spark.stop()
 
@@ -89,6 +91,23 @@ def _start(master: str, parallelism: int, folder: Path) -> SparkSession:
     spark: SparkSession = builder.getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
     return spark
+
+
+@contextmanager
+def _messages_to(path: Path) -> Iterator[None]:
+    """What this package logs goes to a file: on the terminal it would run into the view."""
+    ours = logging.getLogger("anabranch")
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    former = ours.propagate
+    ours.addHandler(handler)
+    ours.propagate = False
+    try:
+        yield
+    finally:
+        ours.propagate = former
+        ours.removeHandler(handler)
+        handler.close()
 
 
 @contextmanager

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 from pyspark.sql import DataFrame
 
-from anabranch.workload.latency import Latencies, Millis, append_latencies
+from anabranch.workload.latency import Latencies, Millis, append_latencies, summary
 
 #: How much of the past percentiles and rates are taken from.
 RECENT_S = 5.0
-_REMEMBERED_EPOCHS = 1000
+_REMEMBERED_EPOCHS = 10_000
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,15 @@ class EpochAtSink:
     latency_ms: Millis
 
 
+@dataclass(frozen=True)
+class LatencyPoint:
+    """The latency of an epoch's rows, and when they had come to the sink."""
+
+    reached_s: float
+    p50_ms: int
+    p99_ms: int
+
+
 class LatencySink:
     """The function of foreachBatch. An epoch that is run again replaces its lines."""
 
@@ -37,7 +46,8 @@ class LatencySink:
         self.directory = directory
         self._monotonic_s = monotonic_s
         self._lock = threading.Lock()
-        self._epochs: deque[EpochAtSink] = deque(maxlen=_REMEMBERED_EPOCHS)
+        self._epochs: deque[EpochAtSink] = deque()
+        self._history: deque[LatencyPoint] = deque(maxlen=_REMEMBERED_EPOCHS)
         self._rows: dict[int, int] = {}
 
     def record_latency(self, rows: DataFrame, epoch: int) -> None:
@@ -51,9 +61,14 @@ class LatencySink:
         hidden.unlink(missing_ok=True)
         append_latencies(hidden, latencies)
         hidden.replace(path)
+        now_s, figures = self._monotonic_s(), summary(latencies)
         with self._lock:
-            self._epochs.append(EpochAtSink(epoch, self._monotonic_s(), latencies.latency_ms))
-            self._rows[epoch] = len(latencies.latency_ms)
+            self._epochs.append(EpochAtSink(epoch, now_s, latencies.latency_ms))
+            while self._epochs[0].reached_s < now_s - RECENT_S:
+                self._epochs.popleft()
+            self._rows[epoch] = figures["count"]
+            if figures["count"]:
+                self._history.append(LatencyPoint(now_s, figures["p50_ms"], figures["p99_ms"]))
 
     def discard_after(self, epoch: int) -> None:
         """Forget the epochs after this one, and remove their lines."""
@@ -66,6 +81,16 @@ class LatencySink:
         """How many rows of an epoch have come."""
         with self._lock:
             return self._rows.get(epoch, 0)
+
+    def rows_until(self, epoch: int) -> int:
+        """How many rows of the epochs up to this one have come."""
+        with self._lock:
+            return sum(rows for number, rows in self._rows.items() if number <= epoch)
+
+    def history(self) -> tuple[LatencyPoint, ...]:
+        """The latency of the epochs so far."""
+        with self._lock:
+            return tuple(self._history)
 
     def recent(self) -> list[EpochAtSink]:
         """The epochs that came within the last seconds."""

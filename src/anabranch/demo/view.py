@@ -1,10 +1,10 @@
-"""What the demonstration shows: a live view on a terminal, lines of text elsewhere, and a summary at the end."""
+"""What the demonstration shows while it runs: a live view on a terminal, lines of text elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,10 +14,19 @@ from rich.text import Text
 
 from anabranch.demo.meter import Snapshot, WorkerFigures
 from anabranch.demo.options import DemoOptions
+from anabranch.demo.panels import (
+    command_text,
+    latency_lines,
+    latency_text,
+    moved_text,
+    plain_table,
+    rescale_text,
+    size_text,
+    workers_table,
+)
 
-#: Without a live view, there is a line about every so many looks.
-_LOOKS_PER_LINE = 2
-_UNITS = ("B", "kB", "MB", "GB", "TB")
+#: Without a live view, there is a line about every so many seconds, and whenever something new is to be told.
+_LINE_INTERVAL_S = 2.0
 
 
 class View(Protocol):
@@ -43,21 +52,27 @@ class LiveView:
 
 
 class PlainView:
-    """Writes a line about every second look."""
+    """Writes a line every two seconds or so, and one whenever a rescale has come a step further."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._looks = 0
+        self._next_s = 0.0
         self._note = ""
+        self._url: str | None = None
+        self._states: dict[int, str] = {}
 
     def show(self, snapshot: Snapshot, note: str = "") -> None:
-        if note != self._note or self._looks % _LOOKS_PER_LINE == 0:
-            self._console.print(plain_line(snapshot, note), soft_wrap=True, highlight=False, markup=False)
-        self._looks += 1
-        self._note = note
+        if snapshot.url is not None and self._url is None:
+            self._url = snapshot.url
+            self.say(f"HTTP API at {snapshot.url}; another worker: {command_text(snapshot.url)}")
+        states = {rescale.number: rescale.state for rescale in snapshot.rescales}
+        if note != self._note or states != self._states or snapshot.elapsed_s >= self._next_s:
+            self.say(plain_line(snapshot, note))
+            self._next_s = snapshot.elapsed_s + _LINE_INTERVAL_S
+        self._note, self._states = note, states
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 @contextmanager
@@ -76,15 +91,41 @@ def render(snapshot: Snapshot, options: DemoOptions, note: str = "") -> Renderab
     shown_s = min(snapshot.elapsed_s, options.seconds)
     heading = Table.grid(padding=(0, 2))
     heading.add_row(
-        Text("anabranch demo", style="bold"),
+        Text(f"anabranch demo, {options.migration}", style="bold"),
         ProgressBar(total=options.seconds, completed=shown_s, width=32),
         Text(f"{shown_s:.0f} of {options.seconds:g} s"),
         Text(note, style="yellow"),
     )
     figures = Table.grid(padding=(0, 2))
     figures.add_row(Text("epoch", style="dim"), _epoch_text(snapshot))
-    figures.add_row(Text("latency", style="dim"), _latency_text(snapshot.latency_ms))
-    return Group(heading, Text(), _stages_table(snapshot), figures, Text(), workers_table(snapshot.workers))
+    figures.add_row(Text("latency", style="dim"), latency_text(snapshot.latency_ms))
+    for line in latency_lines(snapshot, options.seconds):
+        figures.add_row("", line)
+    return Group(
+        heading,
+        Text(),
+        _stages_table(snapshot),
+        figures,
+        Text(),
+        workers_table(snapshot.workers),
+        Text(),
+        _rescale_grid(snapshot, options),
+    )
+
+
+def _rescale_grid(snapshot: Snapshot, options: DemoOptions) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    if snapshot.rescales:
+        last = snapshot.rescales[-1]
+        grid.add_row(Text("rescale", style="dim"), rescale_text(last, snapshot.now_ms))
+        grid.add_row(Text("moved", style="dim"), moved_text(last))
+    elif options.workers_after:
+        planned = f"to {options.workers_after} workers"
+        grid.add_row(Text("rescale", style="dim"), f"{planned}, {options.rescale_at_s:g} s after the start")
+    if snapshot.url is not None:
+        grid.add_row(Text("control", style="dim"), f"{snapshot.url}; for another worker, in another terminal:")
+        grid.add_row("", command_text(snapshot.url))
+    return grid
 
 
 def plain_line(snapshot: Snapshot, note: str = "") -> str:
@@ -95,73 +136,26 @@ def plain_line(snapshot: Snapshot, note: str = "") -> str:
         f"epoch {_epoch_text(snapshot)}",
         f"source {snapshot.source_rows_per_s:,.0f} rows/s",
         f"sink {snapshot.sink_rows_per_s:,.0f} rows/s",
-        f"latency {_latency_text(snapshot.latency_ms)}",
+        f"latency {latency_text(snapshot.latency_ms)}",
+        f"workers {len(snapshot.workers)}",
         f"keys {keys:,}",
         f"state {size_text(held_bytes)}",
     ]
+    if snapshot.rescales:
+        parts.append(f"rescale {rescale_text(snapshot.rescales[-1], snapshot.now_ms)}")
     return "  ".join([*parts, note] if note else parts)
 
 
-def workers_table(workers: Sequence[WorkerFigures]) -> Table:
-    table = _table("worker", "key groups", "keys", "state")
-    for worker in workers:
-        table.add_row(worker.worker, f"{worker.key_groups:,}", f"{worker.keys:,}", size_text(worker.bytes))
-    return table
-
-
-def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The figures of a run that has ended."""
-    rows, latency, state = summary["rows"], summary["latency_ms"], summary["state"]
-    table = Table.grid(padding=(0, 2))
-    lines = [
-        ("rows", f"{rows['source']:,} from the source, {rows['sink']:,} at the sink"),
-        ("epochs", f"{summary['epochs']:,} in {summary['elapsed_s']:.1f} s"),
-    ]
-    if latency:
-        names = {"p50_ms": "median", "p95_ms": "p95", "p99_ms": "p99", "max_ms": "max"}
-        shown = ", ".join(f"{label} {latency[name]:,} ms" for name, label in names.items())
-        lines.append(("latency", shown))
-    lines.append(("state", f"{state['keys']:,} keys, {size_text(state['bytes'])}"))
-    if state["counted"] is not None:
-        lines.append(("counted", f"{state['counted']:,} rows, by the counts in the state"))
-    for name, text in lines:
-        table.add_row(Text(name, style="dim"), text)
-    return table
-
-
-def size_text(size_bytes: float) -> str:
-    """A number of bytes in three digits or so."""
-    unit = 0
-    while size_bytes >= 1000 and unit < len(_UNITS) - 1:
-        size_bytes /= 1000
-        unit += 1
-    return f"{size_bytes:,.0f} {_UNITS[unit]}" if unit == 0 else f"{size_bytes:,.1f} {_UNITS[unit]}"
-
-
 def _stages_table(snapshot: Snapshot) -> Table:
-    table = _table("stage", "rows in/s", "rows in")
+    table = plain_table("stage", "rows in/s", "rows in")
     for number, (name, rows_per_s, rows) in enumerate(snapshot.rates()):
         table.add_row(f"{number} {name}", f"{rows_per_s:,.0f}", f"{rows:,}")
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column(first, min_width=12)
-    for name in others:
-        table.add_column(name, justify="right")
     return table
 
 
 def _epoch_text(snapshot: Snapshot) -> str:
     last = snapshot.last
     return "none yet" if last is None else f"{last.epoch} ({last.duration_ms:,} ms)"
-
-
-def _latency_text(latency_ms: Mapping[str, int]) -> str:
-    if not latency_ms:
-        return "none yet"
-    return "  ".join(f"{name} {latency_ms[f'{name}_ms']:,} ms" for name in ("p50", "p95", "p99"))
 
 
 def _totals(workers: Sequence[WorkerFigures]) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from anabranch.engine.segments import Segment
 from anabranch.engine.sinks import Sink
 from anabranch.engine.stages import EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
+from anabranch.engine.tasks import spare_size_checks
 from anabranch.engine.templates import Templates
 from anabranch.wire.routed import StageAccess
 
@@ -199,6 +200,8 @@ class EpochLoop:
         # Partitions of a stateful stage are those that the route asked for: Spark must not merge or drop any.
         conf.set("spark.sql.adaptive.enabled", "false")
         conf.set("spark.sql.shuffle.partitions", str(self._shuffle_partitions))
+        if len(self._segments) == 1 and not self._segments[0].after:
+            spare_size_checks(rows, self._segments[0].stage.spec)
 
 
 class _InterruptedBySparkError(Exception):

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from py4j.java_gateway import is_instance_of
 from pyspark.sql import DataFrame
 
 from anabranch.wire.routed import StageAccess
+
+_UNARY_NODE = "org.apache.spark.sql.catalyst.plans.logical.UnaryNode"
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Template:
     attributes: Any
     #: From the node above the leaf to the plan's root.
     nodes: tuple[Any, ...]
+    #: Spark's function from a session and a plan to a DataFrame. Py4J takes milliseconds to find it by its name.
+    from_plan: Any
 
     @classmethod
     def of(cls, rows: DataFrame, result: DataFrame) -> Template | None:
@@ -32,23 +37,25 @@ class Template:
         node = _plan(result)
         while not node.equals(leaf):
             children = node.children()
-            if children.size() != 1:
+            if children.size() != 1 or not _is_unary(rows, node):
                 return None
             nodes.append(node)
             node = children.head()
-        return cls(leaf.output(), tuple(reversed(nodes)))
+        jvm: Any = rows.sparkSession._jvm
+        from_plan = jvm.org.apache.spark.sql.classic.Dataset.ofRows
+        return cls(leaf.output(), tuple(reversed(nodes)), from_plan)
 
     def on(self, rows: DataFrame) -> DataFrame | None:
         """The same on other rows; None if Spark gave their attributes other ids."""
         plan = _plan(rows)
         if not plan.output().equals(self.attributes):
             return None
-        spark = rows.sparkSession
-        jvm: Any = spark._jvm
-        as_children = jvm.org.apache.spark.api.python.PythonUtils.toSeq
         for node in self.nodes:
-            plan = node.withNewChildren(as_children([plan]))
-        return DataFrame(jvm.org.apache.spark.sql.classic.Dataset.ofRows(spark._jsparkSession, plan), spark)
+            plan = node.withNewChildInternal(plan)
+        # It is the plan that was analysed and checked, on a leaf with the same columns.
+        plan.setAnalyzed()
+        spark = rows.sparkSession
+        return DataFrame(self.from_plan(spark._jsparkSession, plan), spark)
 
 
 class Templates:
@@ -73,6 +80,11 @@ class Templates:
         template = Template.of(rows, result)
         if template is not None:
             self._templates[variants] = template
+
+
+def _is_unary(rows: DataFrame, node: Any) -> bool:
+    """Whether the node is of those that always have one child, and take another one as such."""
+    return is_instance_of(rows.sparkSession.sparkContext._gateway, node, _UNARY_NODE)  # type: ignore[no-any-return]
 
 
 def _plan(rows: DataFrame) -> Any:

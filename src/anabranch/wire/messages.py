@@ -11,6 +11,7 @@ import re
 import types
 import typing
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
 from anabranch.core.errors import WorkerError
@@ -75,7 +76,7 @@ class OpenJob(JobRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class Assign(JobRequest):
-    """Hold exactly these key groups as of a committed epoch. The state of those that are not here comes from files.
+    """Hold exactly these key groups as of a committed epoch. State that is not here comes from files or other workers.
 
     Answers at once: state comes when it is needed, and in the background.
     """
@@ -87,6 +88,31 @@ class Assign(JobRequest):
     #: SnapshotFile and ChangeFile as JSON; changes in the order of their epochs.
     snapshot: list[dict[str, Any]]
     changes: list[dict[str, Any]]
+    #: Whether groups that go are kept for their new owners, until Release.
+    freeze: bool = False
+    #: Workers that keep some of the groups for us: {"address": …, "groups": […]}. All others come from files.
+    peers: list[dict[str, Any]] = field(default_factory=list)
+    #: Where groups are in a store that workers share, as HandOver answered.
+    shared: list[dict[str, Any]] = field(default_factory=list)
+    #: How long to wait for another worker, before its groups come from files as well.
+    peer_timeout_ms: int = 30_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandOver(JobRequest):
+    """Give up all key groups but these, as of a committed epoch, in a store that workers share.
+
+    Answers with where they are: {"shared": [{"incarnation": …, "groups": […]}]}.
+    """
+
+    epoch: int
+    number: int
+    keep: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wipe(JobRequest):
+    """Remove all that is left of a job in a store that workers share. No worker takes part in the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +121,8 @@ class Begin(EpochRequest):
 
     #: The routing in force, for tasks that do not cache it.
     routing: dict[str, Any]
+    #: How many rows may be brought in the background until the epoch ends; -1: any number.
+    drain_rows: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +173,7 @@ class Prepare(EpochRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class Commit(EpochRequest):
-    """The manifest is written: the prepared changes are part of the state from now on."""
+    """The manifest is written: the prepared changes are part of the state from now on. Answers as Progress does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +187,29 @@ class Flush(JobRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Progress(JobRequest):
+    """How many key groups are still on their way, how many are kept for others, and what has been brought.
+
+    Asked after all workers have been assigned their key groups, so what is on its way may be brought from now on.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Complete(JobRequest):
+    """Bring everything that is on its way, and answer when it is here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release(JobRequest):
+    """All key groups that were kept for others have arrived there. Means nothing after a later assignment."""
+
+    #: That of the assignment after which they have arrived.
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Describe(JobRequest):
-    """Rows and bytes of state that this worker holds of the job, by stage and variable."""
+    """Rows and bytes of state that this worker holds of the job, by stage and variable; and as Progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,12 +226,31 @@ class Scan(JobRequest):
     variable: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class FetchKeys(JobRequest):
+    """From worker to worker: the entries of the given keys, of key groups that are kept for their new owner."""
+
+    #: The epoch as of which they were frozen.
+    as_of: int
+    stage: int
+    variable: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchGroups(FetchKeys):
+    """From worker to worker: all rows of key groups that are kept for their new owner. A Flight ticket."""
+
+    groups: list[int]
+    #: Only those of keys that the last epochs changed, and only if epochs tend to change the same keys again.
+    recent: bool = False
+
+
 def decode(kind: str, header: dict[str, Any]) -> Request:
     """Make a request from what came over the network, or say what is wrong with it."""
     request_class = Request.kinds.get(kind)
     if request_class is None:
         raise WorkerError(f"Unknown request {kind!r}. Make sure that driver and workers run the same version.")
-    hints = typing.get_type_hints(request_class)
+    hints = _hints(kind)
     fields = {f.name: f for f in dataclasses.fields(request_class)}
     if unknown := sorted(set(header) - set(fields)):
         raise WorkerError(f"The request {kind!r} has unknown fields {unknown}. Run the same version everywhere.")
@@ -193,6 +261,11 @@ def decode(kind: str, header: dict[str, Any]) -> Request:
         elif not _matches(header[name], hints[name]):
             raise WorkerError(f"The field {name!r} of the request {kind!r} is not of type {hints[name]}.")
     return request_class(**header)
+
+
+@cache
+def _hints(kind: str) -> dict[str, Any]:
+    return typing.get_type_hints(Request.kinds[kind])
 
 
 def _matches(value: Any, hint: Any) -> bool:

@@ -8,24 +8,66 @@ Nothing local can be older than what a fetch brings, because no key is written b
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from anabranch.core.keygroups import key_groups_of
+from anabranch.worker.known import KnownKeys
 from anabranch.worker.layers import VariableState
 from anabranch.worker.origins import Flags, Hashes, Origin, Selection, slots_of
 
 _SLOTS_MIN, _SLOTS_MAX = 1 << 12, 1 << 22
 
+#: Makes the origin of a variable's state in the checkpoint, for some key groups.
+MakeOrigin = Callable[[Collection[int]], Origin]
+
+
+@dataclass
+class Brought:
+    """What adoptions have brought, on demand and by the drain."""
+
+    fetched_rows: int = 0
+    fetched_bytes: int = 0
+    drained_rows: int = 0
+    drained_bytes: int = 0
+
+    def note_fetched(self, parts: Iterable[pa.Table]) -> None:
+        for part in parts:
+            self.fetched_rows += len(part)
+            self.fetched_bytes += part.nbytes
+
+    def note_drained(self, parts: Iterable[pa.Table]) -> None:
+        for part in parts:
+            self.drained_rows += len(part)
+            self.drained_bytes += part.nbytes
+
+    def add(self, other: Brought) -> None:
+        self.fetched_rows += other.fetched_rows
+        self.fetched_bytes += other.fetched_bytes
+        self.drained_rows += other.drained_rows
+        self.drained_bytes += other.drained_bytes
+
 
 class Adoption:
     """The key groups of one variable that came from one origin. Any thread may call any method."""
 
-    def __init__(self, state: VariableState, origin: Origin, groups: Collection[int], key_groups: int) -> None:
+    def __init__(
+        self,
+        state: VariableState,
+        origin: Origin,
+        groups: Collection[int],
+        key_groups: int,
+        known: KnownKeys | None = None,
+    ) -> None:
         self._state = state
         self._origin = origin
+        #: Keys that are here already, and may be newer than what the origin has.
+        self._known = known
         #: By key group: whether some of its state may not have arrived yet.
         self._pending: Flags = np.zeros(key_groups, dtype=np.bool_)
         self._pending[list(groups)] = True
@@ -33,15 +75,14 @@ class Adoption:
         self._fetched: Flags = np.zeros(_slots_for(origin.rows), dtype=np.bool_)
         #: Held while state is brought: who needs a slot that another thread is bringing waits for it.
         self._bringing = threading.Lock()
-        self.fetched_rows = 0
-        self.drained_rows = 0
+        self.brought = Brought()
 
     @property
     def pending(self) -> list[int]:
         """The key groups that have not arrived completely."""
         return [int(group) for group in np.flatnonzero(self._pending)]
 
-    def fetch(self, hashes: Hashes) -> None:
+    def fetch(self, hashes: Hashes, _keys: Any = None) -> None:
         """Bring the state of these keys, as far as it is of these key groups and not there yet."""
         slots = self._missing(hashes)
         if not len(slots):
@@ -51,8 +92,11 @@ class Adoption:
             if len(slots):
                 wanted = np.zeros(len(self._fetched), dtype=np.bool_)
                 wanted[slots] = True
-                self.fetched_rows += self._bring(Selection(self._pending, wanted))
+                self.brought.note_fetched(self._bring(Selection(self._pending, wanted)))
                 self._fetched[slots] = True
+
+    def prefetch(self) -> None:
+        """Files do not tell which keys will be needed next."""
 
     def drain(self, groups: Collection[int]) -> None:
         """Bring all that is missing of these key groups."""
@@ -63,13 +107,13 @@ class Adoption:
             chosen[list(groups)] = True
             chosen &= self._pending
             if chosen.any():
-                self.drained_rows += self._bring(Selection(chosen, ~self._fetched))
+                self.brought.note_drained(self._bring(Selection(chosen, ~self._fetched)))
                 self._pending &= ~chosen
 
-    def redirect(self, origin: Origin) -> None:
+    def redirect(self, make_origin: MakeOrigin) -> None:
         """Take what is missing from elsewhere: the same state, as nobody has changed it since."""
         with self._bringing:
-            self._origin = origin
+            self._origin = make_origin(self.pending)
 
     def forget(self, groups: Collection[int]) -> None:
         """These key groups belong to somebody else now."""
@@ -83,12 +127,14 @@ class Adoption:
         slots = slots_of(mine, len(self._fetched))
         return np.unique(slots[~self._fetched[slots]])
 
-    def _bring(self, selection: Selection) -> int:
+    def _bring(self, selection: Selection) -> list[pa.Table]:
         # All or nothing: a row whose removal could not be read would stay, if the next origin knows neither.
         parts = list(self._origin.select(selection))
+        if self._known is not None:
+            parts = [self._known.without(changes) for changes in parts]
         for changes in parts:
             self._state.load(changes)
-        return sum(map(len, parts))
+        return parts
 
 
 def _slots_for(rows: int) -> int:

@@ -1,155 +1,250 @@
-"""What a worker holds of a job: its key groups, and which of them are still on their way."""
+"""What a worker holds of a job: its key groups, which of them are still on their way, and which it keeps for others."""
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from anabranch.core.errors import AnabranchError, WorkerError
+from anabranch.core.errors import WorkerError
 from anabranch.core.keygroups import key_groups_of
-from anabranch.worker.adoption import Adoption
+from anabranch.worker.adoption import Adoption, Brought
+from anabranch.worker.drain import Drain
 from anabranch.worker.layers import VariableState
+from anabranch.worker.migration import FrozenSource, Migration
 from anabranch.worker.origins import Hashes, Origin
 
-logger = logging.getLogger(__name__)
-
 Variable = tuple[int, str]
-#: Makes the origin of a variable's state, for some key groups.
-MakeOrigin = Callable[[Variable, Collection[int]], Origin]
 
-#: Key groups that the drain brings at a time: readers of unfetched keys wait for no longer than this takes.
-_GROUPS_PER_STEP = 16
-#: After each step the drain rests as many times as long as the step took, so that epochs come first.
-_REST = 1.0
-_REST_MIN_S = 0.002
-#: How long the drain waits before it tries again after a failure.
-_RETRY_S = 1.0
+#: What counts of the load of earlier epochs, when an epoch begins.
+_LOAD_DECAY = 0.8
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where key groups that are not here come from."""
+
+    #: A variable's state in the checkpoint, for some key groups.
+    checkpoint: Callable[[Variable, Collection[int]], Origin]
+    #: By former owner: its frozen copy of a variable, and the key groups that come from there.
+    peers: Mapping[str, tuple[Callable[[Variable], FrozenSource], frozenset[int]]] = field(default_factory=dict)
+    #: Key groups that are here already: in a store that their former owner shares with this worker.
+    shared: frozenset[int] = frozenset()
 
 
 class Holdings:
-    """The key groups of one job on one worker. The drain runs in a thread of its own, from assign to its end."""
+    """The key groups of one job on one worker. Any thread may call any method."""
 
     def __init__(self, states: Mapping[Variable, VariableState], key_groups: int) -> None:
         self._states = states
         self._key_groups = key_groups
         self._lock = threading.Lock()
+        #: Held while groups that nobody needs any more are removed, which takes a while.
+        self._dropping = threading.Lock()
         self._groups: frozenset[int] = frozenset()
         #: The same, by key group.
         self._held = np.zeros(key_groups, dtype=np.bool_)
-        self._adoptions: dict[Variable, list[Adoption]] = {}
-        #: Rows that adoptions brought which are over: on demand, and by the drain.
-        self._brought = 0, 0
-        self._stop = threading.Event()
-        self._drain: threading.Thread | None = None
+        #: Key groups that others own now and may still read here, each with the epoch as of which it was frozen.
+        self._frozen: dict[int, int] = {}
+        self._arriving: dict[Variable, list[Adoption | Migration]] = {}
+        #: Those whose source may not have frozen anything yet.
+        self._not_yet: list[Adoption | Migration] = []
+        #: What adoptions that are over have brought.
+        self._brought = Brought()
+        #: By key group: keys asked for lately.
+        self._load: npt.NDArray[np.float64] = np.zeros(key_groups)
+        self._drain = Drain(self._prefetch, self._choose, lambda: self._total().drained_rows)
 
     @property
     def groups(self) -> frozenset[int]:
         return self._groups
 
-    def assign(self, groups: Collection[int], make_origin: MakeOrigin) -> tuple[frozenset[int], frozenset[int]]:
-        """Hold exactly these key groups: drop others, and adopt those that are not here. Both are returned."""
-        with self._lock:
+    @property
+    def frozen(self) -> dict[int, int]:
+        """Key groups that are kept for others, each with the epoch as of which it was frozen."""
+        return dict(self._frozen)
+
+    def assign(
+        self, groups: Collection[int], sources: Sources, *, freeze_as_of: int | None = None
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """Hold exactly these key groups, and adopt those that are not here. Returns those that came and that went.
+
+        Those that go are kept for their new owners if ``freeze_as_of`` is an epoch; else they are forgotten, and so are
+        those that were kept before.
+        """
+        with self._dropping, self._lock:
             wanted = frozenset(groups)
-            dropped, adopted = self._groups - wanted, wanted - self._groups
-            if dropped:
-                self._drop(dropped)
-            for variable, adoptions in self._adoptions.items():
+            left, adopted = self._groups - wanted, wanted - self._groups
+            if freeze_as_of is None:
+                self._forget(left | self._frozen.keys())
+            else:
+                # What comes back within the same epoch is what was frozen; else its owner has changed it since.
+                returning = {group for group in adopted if group in self._frozen}
+                unchanged = {group for group in returning if self._frozen[group] == freeze_as_of}
+                self._forget(returning - unchanged)
+                adopted -= unchanged
+                self._frozen = {group: as_of for group, as_of in self._frozen.items() if group not in unchanged}
+                self._frozen |= dict.fromkeys(left, freeze_as_of)
+            for variable, arriving in self._arriving.items():
                 # Their files may be cleaned up from now on; those that the driver names are kept for us.
-                for adoption in adoptions:
-                    adoption.redirect(make_origin(variable, adoption.pending))
-            if adopted:
-                for variable, state in self._states.items():
-                    adoption = Adoption(state, make_origin(variable, adopted), adopted, self._key_groups)
-                    self._adoptions.setdefault(variable, []).append(adoption)
+                for each in arriving:
+                    each.redirect(partial(sources.checkpoint, variable))
+            self._adopt(adopted - sources.shared, sources)
             self._groups = wanted
             held = np.zeros(self._key_groups, dtype=np.bool_)
             held[list(wanted)] = True
             self._held = held
-            self._start_drain()
-        return adopted, dropped
+        return adopted, left
 
-    def fetch(self, variable: Variable, hashes: Hashes) -> None:
+    def start_drain(self) -> None:
+        """Bring what is missing in the background, from now on: all former owners know that they are."""
+        self._not_yet = []
+        if any(each.pending for each in self._all()):
+            self._drain.start()
+
+    def fetch(self, variable: Variable, hashes: Hashes, keys: Any) -> None:
         """Make sure that the state of these keys is here. Keys of others are refused: they would seem not to exist."""
-        strange = hashes[~self._held[key_groups_of(hashes, self._key_groups)]]
-        if len(strange):
-            group = int(key_groups_of(strange[:1], self._key_groups)[0])
-            raise WorkerError(f"Key group {group} is not held by this worker. The task has an old route: run it again.")
-        for adoption in self._adoptions.get(variable, ()):
-            adoption.fetch(hashes)
+        groups = key_groups_of(hashes, self._key_groups)
+        if not self._held[groups].all():
+            strange = int(groups[~self._held[groups]][0])
+            raise WorkerError(
+                f"Key group {strange} is not held by this worker. The task has an old route: run it again."
+            )
+        self._load += np.bincount(groups, minlength=self._key_groups)
+        for each in self._arriving.get(variable, ()):
+            each.fetch(hashes, keys)
+
+    def fetch_frozen(self, variable: Variable, hashes: Hashes, keys: Any, as_of: int) -> None:
+        """The same, for a new owner of the keys' groups."""
+        self.check_frozen(np.unique(key_groups_of(hashes, self._key_groups)).tolist(), as_of)
+        for each in self._arriving.get(variable, ()):
+            each.fetch(hashes, keys)
 
     def complete(self, variable: Variable, groups: Collection[int] | None = None) -> None:
         """Make sure that these key groups (None: all) are here as a whole."""
         if groups is not None and not self._held[list(groups)].all():
             raise WorkerError("Some key groups are not held by this worker. The task has an old route: run it again.")
-        for adoption in self._adoptions.get(variable, ()):
-            adoption.drain(adoption.pending if groups is None else groups)
+        for each in self._arriving.get(variable, ()):
+            each.drain(each.pending if groups is None else groups)
+
+    def complete_frozen(self, variable: Variable, groups: Collection[int], as_of: int) -> None:
+        """The same, for a new owner of these groups."""
+        self.check_frozen(groups, as_of)
+        for each in self._arriving.get(variable, ()):
+            each.drain(groups)
+
+    def complete_all(self) -> None:
+        """Bring everything that is missing, now."""
+        for variable in self._states:
+            self.complete(variable)
+
+    def release(self, kept: Mapping[int, int]) -> None:
+        """Forget what was kept for others: key groups, each with the epoch as of which it was frozen.
+
+        Takes a while, and nobody but the next assignment waits for it.
+        """
+        with self._dropping:
+            with self._lock:
+                released = frozenset(group for group, as_of in kept.items() if self._frozen.get(group) == as_of)
+                self._frozen = {group: as_of for group, as_of in self._frozen.items() if group not in released}
+                for each in self._all():
+                    each.forget(released)
+            self._drop(released)
 
     def pending(self, variable: Variable) -> frozenset[int]:
         """The key groups of which some state may not have arrived."""
-        return frozenset(group for adoption in self._adoptions.get(variable, ()) for group in adoption.pending)
+        return frozenset(group for each in self._arriving.get(variable, ()) for group in each.pending)
 
     def progress(self) -> dict[str, int]:
-        """How far the adoptions are, and how many rows they have brought: on demand, and by the drain."""
+        """How far the adoptions are, and what they have brought: on demand, and by the drain."""
         with self._lock:
-            adoptions = self._all()
-            fetched, drained = self._brought
-        return {
-            "pendingGroups": len({group for adoption in adoptions for group in adoption.pending}),
-            "fetchedRows": fetched + sum(adoption.fetched_rows for adoption in adoptions),
-            "drainedRows": drained + sum(adoption.drained_rows for adoption in adoptions),
-        }
+            pending = {group for each in self._all() for group in each.pending}
+            total = self._total()
+        return {"pendingGroups": len(pending), "frozenGroups": len(self._frozen), **asdict(total)}
+
+    def load(self) -> dict[int, float]:
+        """The key groups that were asked for lately, each with how many of its keys."""
+        return {group: float(self._load[group]) for group in sorted(self._groups) if self._load[group] > 0.5}
+
+    def begin_epoch(self, drain_rows: int) -> None:
+        self._load *= _LOAD_DECAY
+        self._drain.begin_epoch(drain_rows)
+        self.start_drain()
+
+    def end_epoch(self) -> None:
+        self._drain.end_epoch()
 
     def close(self) -> None:
-        """End the drain. What is pending stays so."""
-        self._stop.set()
-        if self._drain is not None:
-            self._drain.join()
+        """End the drain, and keep nothing for others: what they ask for after this is not here."""
+        self._frozen = {}
+        self._drain.close()
 
-    def _drop(self, groups: frozenset[int]) -> None:
-        for adoption in self._all():
-            adoption.forget(groups)
-        for state in self._states.values():
+    def _adopt(self, groups: frozenset[int], sources: Sources) -> None:
+        rest = groups
+        for make_source, offered in sources.peers.values():
+            migrating = rest & offered
+            rest -= migrating
+            for variable, state in self._states.items() if migrating else ():
+                make_origin = partial(sources.checkpoint, variable)
+                migration = Migration(state, make_source(variable), make_origin, migrating, self._key_groups)
+                self._not_yet.append(migration)
+                self._arriving.setdefault(variable, []).append(migration)
+        for variable, state in self._states.items() if rest else ():
+            adoption = Adoption(state, sources.checkpoint(variable, rest), rest, self._key_groups)
+            self._arriving.setdefault(variable, []).append(adoption)
+
+    def _forget(self, groups: Collection[int]) -> None:
+        if not groups:
+            return
+        # First of all, so that nobody takes what is missing for something that does not exist.
+        self._frozen = {group: as_of for group, as_of in self._frozen.items() if group not in groups}
+        for each in self._all():
+            each.forget(groups)
+        self._drop(groups)
+
+    def _drop(self, groups: Collection[int]) -> None:
+        for state in self._states.values() if groups else ():
             state.drop_groups(groups)
 
-    def _all(self) -> list[Adoption]:
-        return [adoption for of_variable in self._adoptions.values() for adoption in of_variable]
+    def check_frozen(self, groups: Collection[int], as_of: int) -> None:
+        """Refuse, unless these key groups are kept here as of that epoch."""
+        for group in groups:
+            if self._frozen.get(group) != as_of:
+                raise WorkerError(f"Key group {group} as of epoch {as_of} is not here. Take it from the checkpoint.")
 
-    def _start_drain(self) -> None:
-        if self._drain is not None and self._drain.is_alive():
-            return
-        if any(adoption.pending for adoption in self._all()):
-            self._drain = threading.Thread(target=self._run_drain, name="drain", daemon=True)
-            self._drain.start()
+    def _all(self) -> list[Adoption | Migration]:
+        return [each for of_variable in self._arriving.values() for each in of_variable]
 
-    def _run_drain(self) -> None:
-        while not self._stop.is_set():
-            with self._lock:
-                self._let_go()
-                unfinished = self._all()
-                if not unfinished:
-                    self._drain = None
-                    return
-            self._step(unfinished[0])
+    def _total(self) -> Brought:
+        total = Brought(**asdict(self._brought))
+        for each in self._all():
+            total.add(each.brought)
+        return total
+
+    def _prefetch(self) -> None:
+        for each in self._all():
+            if each not in self._not_yet:
+                each.prefetch()
+
+    def _choose(self, count: int) -> tuple[Adoption | Migration, list[int]] | None:
+        """What the drain brings next: the key groups that are asked for most."""
+        with self._lock:
+            self._let_go()
+            unfinished = [each for each in self._all() if each not in self._not_yet]
+            if not unfinished:
+                return None
+            pending = unfinished[0].pending
+        return unfinished[0], sorted(pending, key=lambda group: -self._load[group])[:count]
 
     def _let_go(self) -> None:
         """Of adoptions that are over, and of what they keep of their origin."""
-        over = [adoption for adoption in self._all() if not adoption.pending]
-        fetched, drained = self._brought
-        self._brought = fetched + sum(a.fetched_rows for a in over), drained + sum(a.drained_rows for a in over)
-        for variable, adoptions in self._adoptions.items():
-            self._adoptions[variable] = [adoption for adoption in adoptions if adoption not in over]
-
-    def _step(self, adoption: Adoption) -> None:
-        started = time.monotonic()
-        try:
-            adoption.drain(adoption.pending[:_GROUPS_PER_STEP])
-        except AnabranchError as error:
-            # Whoever needs the state meets the same error and reports it; it may be over by the next try.
-            logger.warning("state cannot be brought yet: %s", error)
-            self._stop.wait(_RETRY_S)
-            return
-        self._stop.wait(max(_REST_MIN_S, _REST * (time.monotonic() - started)))
+        over = [each for each in self._all() if not each.pending]
+        for each in over:
+            self._brought.add(each.brought)
+        for variable, arriving in self._arriving.items():
+            self._arriving[variable] = [each for each in arriving if each not in over]

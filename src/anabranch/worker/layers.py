@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from anabranch.core.errors import EpochError
 from anabranch.core.schemas import Layout, VariableKind
+from anabranch.worker.known import KnownKeys
 from anabranch.worker.layer import Layer, ValueLayer, make_layer, read_through
 from anabranch.worker.rows import Entries, Keys, Rows, VariableCodec
 from anabranch.worker.stores import Store
@@ -117,6 +118,10 @@ class VariableState:
             entries = read_through(changed, layers, self._store, self._shape)
             below = self._store.snapshot(groups)
         return self._batches(changed, entries, below, seen)
+
+    def known_keys(self) -> KnownKeys:
+        """An empty set of keys of this variable."""
+        return KnownKeys(self._codec, self._shape)
 
     def load(self, changes: pa.Table) -> None:
         """Restore: apply changes straight to the store, below all layers."""

@@ -15,7 +15,8 @@ from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.snapshots import SnapshotFile, read_snapshot_rows
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.keygroups import key_groups_of
-from anabranch.core.schemas import HASH, Layout, Op
+from anabranch.core.schemas import HASH, Layout
+from anabranch.worker.peers import as_puts
 
 Flags = npt.NDArray[np.bool_]
 Hashes = npt.NDArray[np.int64]
@@ -90,7 +91,7 @@ class CheckpointOrigin:
         if kept is not None:
             return kept
         if isinstance(file, SnapshotFile):
-            table = _as_puts(read_snapshot_rows(self._storage, file, self._layout, self._groups), self._layout)
+            table = as_puts(read_snapshot_rows(self._storage, file, self._layout, self._groups), self._layout)
         else:
             table = read_changes(self._storage, file, self._layout, self._groups)
         loaded = table, table.column(HASH).to_numpy()
@@ -101,8 +102,3 @@ class CheckpointOrigin:
 
     def _overlaps(self, file: SnapshotFile) -> bool:
         return any(file.first_group <= group <= file.last_group for group in self._groups)
-
-
-def _as_puts(rows: pa.Table, layout: Layout) -> pa.Table:
-    ops = pa.array(np.full(len(rows), Op.PUT, dtype=np.int8))
-    return pa.table([rows.column(0), ops, *rows.columns[1:]], schema=layout.changes)

@@ -20,9 +20,14 @@ from pathlib import Path
 
 from anabranch.core.errors import SettingsError, WorkerError
 from anabranch.core.ids import WorkerId
+from anabranch.worker.join import join
 from anabranch.worker.service import StateService
+from anabranch.worker.storeoptions import StoreOptions
 
 logger = logging.getLogger(__name__)
+
+#: A worker that is to go waits for a driver to take its key groups, unless none has asked for so long.
+_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -33,38 +38,54 @@ class WorkerOptions:
     #: 0: any free one.
     port: int
     store: str
+    redis_url: str
     #: Where local state goes; None: a temporary directory.
     state_path: str | None
     token: str
     worker_id: str
     #: Stop when standard input ends, that is, when the process that started this one is gone.
     exit_with_parent: bool
+    #: The control address of a job to take part in; empty: wait for a driver that knows this worker's address.
+    join: str = ""
 
 
 def run_worker(options: WorkerOptions) -> None:
     """Serve until SIGTERM, SIGINT, or the parent's end. Prints one line of JSON when ready."""
     _check_exposure(options)
     _check_port(options.host, options.port)
-    stop = threading.Event()
+    stop, urgent = threading.Event(), threading.Event()
+
+    def on_signal(*_: object) -> None:
+        # The first one is a wish, the second one an order.
+        (urgent if stop.is_set() else stop).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, on_signal)
     if options.exit_with_parent:
-        threading.Thread(target=_wait_for_end_of_input, args=(stop,), daemon=True).start()
+        threading.Thread(target=_wait_for_end_of_input, args=(stop, urgent), daemon=True).start()
     with _state_directory(options) as directory:
         service = StateService(
             f"grpc://{options.host}:{options.port}",
             worker=WorkerId(options.worker_id),
-            store=options.store,
-            directory=directory,
+            stores=StoreOptions(options.store, directory, options.redis_url),
             token=options.token,
         )
         ready = {"worker": options.worker_id, "address": f"{options.host}:{service.port}", "pid": os.getpid()}
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         logger.info("worker %s serves at %s:%d", options.worker_id, options.host, service.port)
-        stop.wait()
-        logger.info("worker %s stops", options.worker_id)
-        service.close()
+        try:
+            if options.join:
+                join(options.join, address=_address(options.host, service.port), token=options.token, stop=stop)
+            stop.wait()
+            logger.info("worker %s stops", options.worker_id)
+            service.leave(patience_s=_PATIENCE_S, urgent=urgent)
+        finally:
+            service.close()
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _check_exposure(options: WorkerOptions) -> None:
@@ -102,7 +123,7 @@ def _check_port(host: str, port: int) -> None:
 @contextlib.contextmanager
 def _state_directory(options: WorkerOptions) -> Iterator[Path | None]:
     """A directory of this worker's own, gone with it: what it holds is a cache of the checkpoint."""
-    if options.store == "memory":
+    if options.store != "rocksdb":
         yield None
         return
     try:
@@ -120,8 +141,9 @@ def _state_directory(options: WorkerOptions) -> Iterator[Path | None]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _wait_for_end_of_input(stop: threading.Event) -> None:
+def _wait_for_end_of_input(stop: threading.Event, urgent: threading.Event) -> None:
     with contextlib.suppress(OSError, ValueError):
         while sys.stdin.buffer.read(1024):
             pass
+    urgent.set()
     stop.set()

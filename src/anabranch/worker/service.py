@@ -8,8 +8,8 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -21,9 +21,14 @@ from anabranch.wire import messages
 from anabranch.wire.client import encode_error
 from anabranch.wire.frames import pack, unpack
 from anabranch.worker.job import WorkerJob
+from anabranch.worker.shared import wipe
 from anabranch.worker.staging import Tables
+from anabranch.worker.storeoptions import StoreOptions
 
 logger = logging.getLogger(__name__)
+
+#: How often a worker that is to go looks whether it may.
+_LEAVE_INTERVAL_S = 0.1
 
 Answer = tuple[dict[str, Any], Tables]
 
@@ -31,14 +36,28 @@ Answer = tuple[dict[str, Any], Tables]
 class StateService(flight.FlightServerBase):  # type: ignore[misc]
     """Serves the state of several jobs."""
 
-    def __init__(self, location: str, *, worker: WorkerId, store: str, directory: Path | None, token: str = "") -> None:
+    def __init__(self, location: str, *, worker: WorkerId, stores: StoreOptions, token: str = "") -> None:
         super().__init__(location)
         self._worker = worker
-        self._store = store
-        self._directory = directory
+        self._stores = stores
         self._token = token
         self._lock = threading.Lock()
         self._jobs: dict[str, WorkerJob] = {}
+        self._leaving = False
+        self._asked_s = time.monotonic()
+
+    def leave(self, *, patience_s: float, urgent: threading.Event) -> None:
+        """Tell drivers that this worker is to go, and wait until others have all that it holds.
+
+        A driver that has not asked for so long is gone; what this worker holds is in its checkpoint.
+        """
+        self._leaving = True
+        while time.monotonic() - self._asked_s < patience_s:
+            with self._lock:
+                if all(job.is_idle for job in self._jobs.values()):
+                    return
+            if urgent.wait(_LEAVE_INTERVAL_S):
+                return
 
     def do_action(self, _context: Any, action: flight.Action) -> Iterator[flight.Result]:
         header, tables = self._guarded(lambda: self._handle(action.type, action.body))
@@ -65,10 +84,14 @@ class StateService(flight.FlightServerBase):  # type: ignore[misc]
                 return self._open(request), {}
             case messages.CloseJob():
                 return self._close(request), {}
+            case messages.Wipe():
+                return self._wipe(request), {}
             case messages.Read():
                 return {}, self._job(request).read(request, tables)
             case messages.Write():
                 return self._job(request).write(request, tables), {}
+            case messages.FetchKeys():
+                return {}, self._job(request).fetch_keys(request, tables)
             case messages.JobRequest():
                 handler: Callable[[Any], dict[str, Any]] = getattr(self._job(request), kind)
                 return handler(request), {}
@@ -82,17 +105,24 @@ class StateService(flight.FlightServerBase):  # type: ignore[misc]
             raise WorkerError("The ticket cannot be read. Run the same version of anabranch everywhere.") from None
         request = messages.decode(kind, document)
         self._authorise(request)
-        if not isinstance(request, messages.Scan):
+        if not isinstance(request, messages.Scan | messages.FetchGroups):
             raise WorkerError(f"{kind!r} is not a ticket. Only scans are.")
         return self._job(request).scan(request)
 
     def _health(self) -> dict[str, Any]:
-        return {"worker": self._worker, "pid": os.getpid(), "store": self._store, "jobs": sorted(self._jobs)}
+        self._asked_s = time.monotonic()
+        return {
+            "worker": self._worker,
+            "pid": os.getpid(),
+            "store": self._stores.kind,
+            "jobs": sorted(self._jobs),
+            "leaving": self._leaving,
+        }
 
     def _open(self, request: messages.OpenJob) -> dict[str, Any]:
         with self._lock:
             if request.job not in self._jobs:
-                self._jobs[request.job] = WorkerJob(self._worker, request.job, self._store, self._folder(request.job))
+                self._jobs[request.job] = WorkerJob(self._worker, request.job, self._stores, self._token)
             job = self._jobs[request.job]
         return job.open(request)
 
@@ -104,12 +134,17 @@ class StateService(flight.FlightServerBase):  # type: ignore[misc]
             job.check_generation(request)
             del self._jobs[request.job]
         job.close()
-        if (folder := self._folder(request.job)) is not None:
+        if (folder := self._stores.folder(request.job)) is not None:
             shutil.rmtree(folder, ignore_errors=True)
         return {}
 
-    def _folder(self, job: str) -> Path | None:
-        return None if self._directory is None else self._directory / job
+    def _wipe(self, request: messages.Wipe) -> dict[str, Any]:
+        with self._lock:
+            if request.job in self._jobs:
+                raise WorkerError(f"The worker {self._worker} takes part in the job {request.job}; nothing is removed.")
+        if self._stores.connection is not None:
+            wipe(self._stores.connection, request.job)
+        return {}
 
     def _job(self, request: messages.JobRequest) -> WorkerJob:
         job = self._jobs.get(request.job)

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.workload.events import WorkloadSpec, event_schema, generate, generate_batches
 from anabranch.workload.files import FilesWritten, write_files
-from anabranch.workload.latency import Latencies, append_latencies, per_second, plot_latency, read_latencies
+from anabranch.workload.latency import Latencies, append_latencies, per_second, read_latencies
+from anabranch.workload.plot import plot_latency
 
 if TYPE_CHECKING:
     from anabranch.workload.source import register

@@ -149,7 +149,7 @@ def test_fetching_brings_the_wanted_keys_and_hardly_any_others(tmp_path: Path) -
     adoption.fetch(hashes[:500])
     assert 500 <= state.rows() < 1000
     adoption.fetch(hashes[:500])
-    assert adoption.fetched_rows == state.rows()
+    assert adoption.brought.fetched_rows == state.rows()
     adoption.drain(range(GROUPS))
     assert state.rows() == count
-    assert adoption.fetched_rows + adoption.drained_rows == count
+    assert adoption.brought.fetched_rows + adoption.brought.drained_rows == count

@@ -1,4 +1,4 @@
-"""Both stores, under layers, rollbacks, folds and scans, are what a dict per epoch would be."""
+"""All stores, under layers, rollbacks, folds and scans, are what a dict per epoch would be."""
 
 import copy
 import tempfile
@@ -19,6 +19,8 @@ from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, INDEX, OP, POSITION, Layout, Op, VariableKind, VariableSpec
 from anabranch.worker.layers import VariableState
 from anabranch.worker.stores import open_store
+from anabranch.worker.stores.redis import RedisConnection
+from redisserver import WholeStore
 
 Row = dict[str, Any]
 #: Of each key, by its frozen form, the entries: frozen value by frozen sub-key.
@@ -26,9 +28,16 @@ State = dict[Hashable, dict[Hashable, Hashable]]
 
 
 class Twins:
-    """A memory store, a RocksDB store and a dict per epoch, to which the same is done."""
+    """A memory store, a RocksDB store, one in Redis and a dict per epoch, to which the same is done."""
 
-    def __init__(self, draw: st.DrawFn, kind: VariableKind, types: list[pa.DataType], directory: Path) -> None:
+    def __init__(
+        self,
+        draw: st.DrawFn,
+        kind: VariableKind,
+        types: list[pa.DataType],
+        directory: Path,
+        connection: RedisConnection,
+    ) -> None:
         no_fields = pa.schema([])
         map_key = draw(arrow.schemas("m", min_size=1, max_size=2)) if kind is VariableKind.MAP else no_fields
         spec = VariableSpec("v", kind, draw(arrow.schemas("v")), map_key)
@@ -43,10 +52,12 @@ class Twins:
         if kind is VariableKind.LIST:
             self.subkeys = [{POSITION: position} for position in (0, 1, 255, 256, 400)]
         self.values = draw(st.lists(arrow.rows(self.layout.value), min_size=4, max_size=4))
-        self.states = [
-            VariableState(self.layout, self.key_groups, open_store(store, self.layout, self.key_groups, folder))
-            for store, folder in (("memory", None), ("rocksdb", directory / "db"))
+        stores = [
+            open_store("memory", self.layout, self.key_groups, None),
+            open_store("rocksdb", self.layout, self.key_groups, directory / "db"),
+            WholeStore(self.layout, self.key_groups, connection),
         ]
+        self.states = [VariableState(self.layout, self.key_groups, store) for store in stores]
         self.versions: dict[int, State] = {-1: {}}
 
     def pool(self, schema: pa.Schema, size: int) -> list[Row]:
@@ -87,7 +98,7 @@ class Twins:
             state.load(arrow.table(self.layout.changes, rows))
         self.versions = {e: self.applied(version, rows) for e, version in self.versions.items()}
         expected = sum(map(len, self.versions[max(self.versions)].values()))
-        assert [state.rows() for state in self.states] == [expected, expected]
+        assert [state.rows() for state in self.states] == [expected] * 3
 
     def drop_groups(self) -> None:
         groups = self.draw(st.sets(st.integers(0, self.key_groups - 1), max_size=3))
@@ -225,11 +236,11 @@ KEYS = {
 @pytest.mark.parametrize("kind", VariableKind)
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), actions=st.lists(st.sampled_from(ACTIONS), min_size=4, max_size=10))
-def test_both_stores_do_what_a_dict_per_epoch_does(
-    kind: VariableKind, key: str, data: st.DataObject, actions: list[Any]
+def test_all_stores_do_what_a_dict_per_epoch_does(
+    redis_connection: RedisConnection, kind: VariableKind, key: str, data: st.DataObject, actions: list[Any]
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        twins = Twins(data.draw, kind, KEYS[key], Path(directory))
+        twins = Twins(data.draw, kind, KEYS[key], Path(directory), redis_connection)
         try:
             twins.add_layer()
             for action in actions:

@@ -10,8 +10,9 @@ from worker_stand_in import NoSupply, StandIn, Supply, membership
 
 from anabranch.checkpoint.routes import newest_route
 from anabranch.checkpoint.storage import Storage
+from anabranch.control.claims import claim
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.resume import claim, resume
+from anabranch.control.resume import resume
 from anabranch.core.errors import EpochError, LostWorkerError
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
@@ -37,7 +38,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     yield make
     for coordinator in made:
-        coordinator.cluster._closed.set()
+        coordinator.cluster._watch._closed.set()
 
 
 def groups_of(worker: StandIn) -> list[int]:
@@ -82,7 +83,7 @@ def test_nothing_is_repaired_when_all_workers_are_well(make: Make) -> None:
     coordinator.abort(0)
     assert not coordinator.recover(0)
     assert coordinator.route is route
-    assert coordinator.repairs == []
+    assert coordinator.changes == []
 
 
 def test_a_worker_that_was_restarted_is_given_its_key_groups_again(make: Make) -> None:
@@ -118,10 +119,10 @@ def test_a_replacement_is_started_in_the_background_and_let_in_between_epochs(ma
     one, two, three = StandIn("one"), StandIn("two"), StandIn("three")
     coordinator = make(one, two, supply=Supply(three))
     two.gone = True
-    coordinator.cluster.note_lost(WorkerId("two"))
+    coordinator.cluster.wishes.note_lost(WorkerId("two"))
     run(coordinator, 0)
     deadline = time.monotonic() + 30
-    while not coordinator.cluster.needs_change and time.monotonic() < deadline:
+    while not coordinator.cluster.wishes.are_ready and time.monotonic() < deadline:
         time.sleep(0.01)
     run(coordinator, 1)
     assert coordinator.route.workers == ("one", "three")
@@ -149,7 +150,7 @@ def test_a_worker_lost_during_a_repair_is_repaired_as_well(make: Make) -> None:
     one, two, three = StandIn("one"), StandIn("two"), StandIn("three")
     coordinator = make(one, two, three, settings=Settings(workers=3, key_groups=8, heartbeat_s=60.0))
     two.gone = True
-    coordinator.cluster.note_lost(WorkerId("two"))
+    coordinator.cluster.wishes.note_lost(WorkerId("two"))
 
     def die_at_assign(request: object, timeout_s: float | None = None) -> tuple[dict[str, object], dict[str, object]]:
         three.gone = three.gone or isinstance(request, Assign)
@@ -158,7 +159,7 @@ def test_a_worker_lost_during_a_repair_is_repaired_as_well(make: Make) -> None:
     three.call = die_at_assign  # type: ignore[method-assign,assignment]
     run(coordinator, 0)
     assert groups_of(one) == list(range(8))
-    assert coordinator.repairs[0].lost == ("two", "three")
+    assert coordinator.changes[0].lost == ("two", "three")
 
 
 def test_a_worker_that_falls_silent_is_noticed_without_being_asked(make: Make) -> None:

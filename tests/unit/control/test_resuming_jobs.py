@@ -9,8 +9,9 @@ from worker_stand_in import StandIn, membership
 from anabranch.checkpoint.manifests import ChangeFile, Manifest, manifest_epochs, write_manifest
 from anabranch.checkpoint.routes import newest_route
 from anabranch.checkpoint.storage import Storage
+from anabranch.control.claims import Claimed, claim
 from anabranch.control.members import Membership, discover
-from anabranch.control.resume import Claimed, claim, resume
+from anabranch.control.resume import resume
 from anabranch.core.errors import CheckpointError, LostWorkerError, SettingsError, WorkerError
 from anabranch.core.ids import Epoch, Generation, RouteVersion, StageNumber, WorkerId
 from anabranch.core.requests import Run

@@ -27,6 +27,10 @@ class StandIn:
         self.jobs: set[str] = set()
         self.closed = False
         self.gone = False
+        #: Key groups that it says are still on their way to it.
+        self.pending_groups = 0
+        #: The number of the assignment that it was given last.
+        self.assignment = 0
 
     def call(self, request: messages.Request, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         del timeout_s
@@ -47,8 +51,25 @@ class StandIn:
             case messages.Prepare():
                 return {"files": [[request.epoch, self.file(request)]] if request.chosen else [], "rows": 3}, {}
             case messages.Describe():
-                return {"pendingGroups": 0, "variables": [{"stage": 1, "variable": "v", "rows": 2, "bytes": 30}]}, {}
+                variables = [{"stage": 1, "variable": "v", "rows": 2, "bytes": 30}]
+                return {**self.progress(), "load": [], "variables": variables}, {}
+            case messages.Assign():
+                self.assignment = request.number
+                return self.progress(), {}
+            case messages.Commit() | messages.Progress() | messages.Complete():
+                return self.progress(), {}
         return {}, {}
+
+    def progress(self) -> dict[str, int]:
+        return {
+            "assignment": self.assignment,
+            "pendingGroups": self.pending_groups,
+            "frozenGroups": 0,
+            "fetched_rows": 0,
+            "fetched_bytes": 0,
+            "drained_rows": 0,
+            "drained_bytes": 0,
+        }
 
     def stream(self, request: messages.Scan) -> Iterator[pa.RecordBatch]:
         self.requests.append(request)
@@ -85,12 +106,20 @@ class NoSupply:
     def __init__(self) -> None:
         self.ended: set[WorkerId] = set()
         self.killed: list[WorkerId] = []
+        self.retired: list[WorkerId] = []
+
+    @property
+    def can_start(self) -> bool:
+        return False
 
     def start(self) -> Member | None:
         return None
 
     def kill(self, worker: WorkerId) -> None:
         self.killed.append(worker)
+
+    def retire(self, worker: WorkerId) -> None:
+        self.retired.append(worker)
 
     def exited(self) -> frozenset[WorkerId]:
         return frozenset(self.ended)
@@ -102,6 +131,10 @@ class Supply(NoSupply):
     def __init__(self, *workers: StandIn) -> None:
         super().__init__()
         self.workers = list(workers)
+
+    @property
+    def can_start(self) -> bool:
+        return True
 
     def start(self) -> Member | None:
         return membership(self.workers.pop(0)).all[0]

@@ -125,6 +125,21 @@ def test_more_tasks_than_key_groups_leave_the_last_ones_without_work() -> None:
     assert sorted(assign_partitions(route_of("aab"), 10)) == [0, 1, 2]
 
 
+def test_hot_key_groups_are_spread_over_the_partitions_of_their_worker() -> None:
+    load = [100.0, 100.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    by_count = assign_partitions(route_of("aaaaaaaa"), 2)
+    by_load = assign_partitions(route_of("aaaaaaaa"), 2, load)
+    assert by_count[0] == by_count[1]
+    assert by_load[0] != by_load[1]
+    assert sorted(by_load).count(0) == 4
+
+
+def test_every_partition_has_a_key_group_whatever_the_load() -> None:
+    load = [1000.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert set(assign_partitions(route_of("aaabbb"), 6, load)) == set(range(6))
+    assert assign_partitions(route_of("aaaabbbb"), 4, [0.0] * 8) == (0, 0, 2, 2, 1, 1, 3, 3)
+
+
 def test_route_survives_json() -> None:
     route = route_of("bbacab")
     document = json.loads(json.dumps(route.to_json()))

@@ -43,7 +43,41 @@ def invoke(app: typer.Typer, tmp_path: Path, options: list[str]) -> Result:
             "--junk-bytes -1",
             "--junk-bytes is -1, but it must be between 0 and 16,777,216. Choose a value in that range.",
         ),
-        ("--store disk", "--store is 'disk', which is not a store. Choose memory or rocksdb."),
+        ("--store disk", "--store is 'disk', which is not a store. Choose memory or rocksdb or redis."),
+        (
+            "--store rocksdb --redis-url redis://localhost:6379/0",
+            "--redis-url is given, but --store is rocksdb. Give --store redis as well.",
+        ),
+        (
+            "--migration slow",
+            "--migration is 'slow', which is no way to move state. Choose lazy or eager or restart.",
+        ),
+        ("--rescale-to -1", "--rescale-to is -1, but it must be between 0 and 1,024. Choose a value in that range."),
+        (
+            "--workers 3 --rescale-to 3",
+            "--rescale-to is 3, as many workers as the run begins with. Choose another number, or 0 for no rescale.",
+        ),
+        ("--rescale-at nan", "--rescale-at is nan, but it must be between 0 and 86,400. Choose a value in that range."),
+        (
+            "--rescale-at 30",
+            "--rescale-at is 30, but the run is over after 30 seconds. Choose an earlier time, or more --seconds.",
+        ),
+        (
+            "--rescale-at 20 --compare",
+            "--rescale-at is 20, but the run is over after 20 seconds. Choose an earlier time, or more --seconds.",
+        ),
+        (
+            "--rescale-at 5 --rescale-to 0",
+            "--rescale-at says when to rescale, but --rescale-to is 0. Leave one of the two out.",
+        ),
+        (
+            "--compare --migration lazy",
+            "--compare runs with every --migration, but one is given. Leave one of the two out.",
+        ),
+        (
+            "--compare --rescale-to 0",
+            "--compare is about rescales, but --rescale-to is 0. Leave one of the two out.",
+        ),
         (
             "--trigger soon",
             "--trigger is 'soon', which is not a time. Give something like '0 seconds', '500 milliseconds' or "
@@ -106,6 +140,15 @@ def test_the_time_of_a_trigger_is_understood() -> None:
 def test_an_epoch_may_take_all_that_arrives_between_two_triggers() -> None:
     assert DemoOptions(rate=100).max_rows_per_epoch == 500
     assert DemoOptions(rate=100, trigger="1 minute").max_rows_per_epoch == 12_000
+
+
+def test_a_run_is_rescaled_in_the_middle_to_twice_as_many_workers_unless_told_otherwise() -> None:
+    options = DemoOptions(seconds=30, workers=3, parallelism=2)
+    assert (options.workers_after, options.parallelism_after, options.rescale_at_s) == (6, 4, 15)
+    options = DemoOptions(seconds=30, workers=4, parallelism=4, rescale_to=1, rescale_at=2)
+    assert (options.workers_after, options.parallelism_after, options.rescale_at_s) == (1, 1, 2)
+    assert DemoOptions(rescale_to=0).workers_after == 0
+    assert DemoOptions(workers=1000).workers_after == 500
 
 
 def test_a_run_is_bounded() -> None:

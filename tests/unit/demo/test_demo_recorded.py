@@ -11,9 +11,9 @@ from anabranch.workload import WorkloadSpec, write_files
 
 @pytest.mark.parametrize("format", ["json", "parquet"])
 def test_columns_with_names_are_chosen(tmp_path: Path, format: str) -> None:
-    write_files(WorkloadSpec(), tmp_path, rows=5, format=format)
+    write_files(WorkloadSpec(), tmp_path, rows=5, files=2, format=format)
     found = find_recorded(tmp_path)
-    assert (found.format, found.schema) == (format, "`id` LONG, `server_name` STRING")
+    assert (found.format, found.schema, found.files) == (format, "`id` LONG, `server_name` STRING", 2)
 
 
 def test_columns_of_csv_files_are_all_named_in_order(tmp_path: Path) -> None:

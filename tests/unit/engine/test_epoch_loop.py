@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pyspark.sql.types import StringType, StructField, StructType
 
 from anabranch.core.errors import EpochError, FencedError
 from anabranch.engine.loop import EpochLoop
@@ -20,6 +21,7 @@ class Rows:
         self.journal = journal
         self.name = name
         context = SimpleNamespace(setLocalProperty=self._announce)
+        self.schema = StructType([StructField("text", StringType())])
         self.sparkSession = SimpleNamespace(conf=SimpleNamespace(set=lambda *_: None), sparkContext=context, _jvm=None)
         # A plan that is no chain of operations on the rows, so that no template is made of it.
         plan = SimpleNamespace(equals=lambda _: False, children=lambda: SimpleNamespace(size=lambda: 2))

@@ -291,6 +291,26 @@ def test_columns_without_names_are_taken_by_position() -> None:
     assert run(lambda *_: [named_otherwise], [{"id": "a"}], frames=by_position) == [{"id": "a", "count": 1}]
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        pd.DataFrame({"z": [3, 6], "y": [2, 5], "x": [1, 4]}),
+        pd.DataFrame({"z": [3, 6], "y": [2, 5], "x": [1, 4]})[["y", "x", "z"]],
+        pd.DataFrame({"z": [3, 6], "y": [2, 5], "x": [1, 4]}).iloc[:, ::-1],
+        pd.DataFrame({"z": [3, 6], "w": [0, 0], "y": [2, 5], "x": [1, 4]}).drop(columns="w"),
+        pd.DataFrame([[1, 4], [2, 5], [3, 6]], index=["x", "y", "z"]).T,
+        pd.DataFrame(np.array([[1, 2, 3], [4, 5, 6]], order="F"), columns=["x", "y", "z"]),
+        pd.DataFrame({"x": [1, 4], "y": [2, 5]}).assign(z=[3, 6]),
+        pd.DataFrame({"x": [1, 9, 4], "y": [2, 9, 5], "z": [3, 9, 6]}).iloc[::2],
+    ],
+    ids=["plain", "chosen", "reversed", "dropped", "transposed", "by column", "assigned", "every other row"],
+)
+def test_columns_are_found_however_a_frame_was_made(made: pd.DataFrame) -> None:
+    output = fields(x="long", y="long", z="long")
+    found = run(lambda *_: [made], [{"id": "a", "n": 1}], output=output)
+    assert found == [{"x": 1, "y": 2, "z": 3}, {"x": 4, "y": 5, "z": 6}]
+
+
 def test_frames_of_different_types_do_not_spoil_each_others_values() -> None:
     large = 2**53 + 1
     frames = [

@@ -1,7 +1,7 @@
-"""What both stores promise beyond reads and changes: snapshots, key groups, memory and files given back."""
+"""What all stores promise beyond reads and changes: snapshots, key groups, memory and files given back."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,11 @@ from anabranch.worker.rows import Changes, VariableCodec
 from anabranch.worker.stores import Store, open_store
 from anabranch.worker.table import RowTable
 
+OpenKind = Callable[[Layout, int], Store]
+
 KEY_GROUPS = 16
 VALUE = Layout(pa.schema([("k", pa.int64())]), VariableSpec("v", VariableKind.VALUE, pa.schema([("x", pa.int64())])))
 LIST = Layout(pa.schema([("k", pa.string())]), VariableSpec("v", VariableKind.LIST, pa.schema([("x", pa.string())])))
-
-
-@pytest.fixture(params=["memory", "rocksdb"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(params=[VALUE, LIST], ids=["value", "list"])
@@ -32,8 +29,8 @@ def layout(request: pytest.FixtureRequest) -> Layout:
 
 
 @pytest.fixture
-def store(kind: str, layout: Layout, tmp_path: Path) -> Iterator[Store]:
-    store = open_store(kind, layout, KEY_GROUPS, tmp_path / "db")
+def store(open_kind: OpenKind, layout: Layout) -> Iterator[Store]:
+    store = open_kind(layout, KEY_GROUPS)
     yield store
     store.destroy()
 
@@ -178,8 +175,8 @@ def test_an_unknown_kind_or_a_missing_directory_is_refused() -> None:
         open_store("rocksdb", VALUE, KEY_GROUPS, None)
 
 
-def test_long_lists_are_read_in_whole(kind: str, tmp_path: Path) -> None:
-    store = open_store(kind, LIST, KEY_GROUPS, tmp_path / "db")
+def test_long_lists_are_read_in_whole(open_kind: OpenKind) -> None:
+    store = open_kind(LIST, KEY_GROUPS)
     codec = VariableCodec(LIST)
     table = pa.table(
         {

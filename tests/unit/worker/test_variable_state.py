@@ -2,8 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,9 @@ import pytest
 from anabranch.core.errors import EpochError
 from anabranch.core.schemas import INDEX, POSITION, Layout, Op, VariableKind, VariableSpec
 from anabranch.worker.layers import VariableState
-from anabranch.worker.stores import open_store
+from anabranch.worker.stores import Store, open_store
+
+OpenKind = Callable[[Layout, int], Store]
 
 KEY_GROUPS = 16
 VALUE = Layout(
@@ -22,14 +23,9 @@ VALUE = Layout(
 LIST = Layout(pa.schema([("k", pa.int64())]), VariableSpec("events", VariableKind.LIST, pa.schema([("x", pa.int64())])))
 
 
-@pytest.fixture(params=["memory", "rocksdb"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
-def state(kind: str, tmp_path: Path) -> Iterator[VariableState]:
-    state = VariableState(VALUE, KEY_GROUPS, open_store(kind, VALUE, KEY_GROUPS, tmp_path / "db"))
+def state(open_kind: OpenKind) -> Iterator[VariableState]:
+    state = VariableState(VALUE, KEY_GROUPS, open_kind(VALUE, KEY_GROUPS))
     yield state
     state.close()
 
@@ -141,9 +137,9 @@ def test_a_scan_goes_on_as_of_its_epoch_whatever_happens_meanwhile(state: Variab
     assert scanned(state.scan(1)) == {}
 
 
-def test_keys_with_equal_hashes_stay_apart_in_every_part_of_the_state(kind: str, tmp_path: Path) -> None:
+def test_keys_with_equal_hashes_stay_apart_in_every_part_of_the_state(open_kind: OpenKind) -> None:
     text = Layout(pa.schema([("k", pa.string())]), VALUE.variable)
-    state = VariableState(text, KEY_GROUPS, open_store(kind, text, KEY_GROUPS, tmp_path / "db"))
+    state = VariableState(text, KEY_GROUPS, open_kind(text, KEY_GROUPS))
     names = ["", "a", "aa", "b", "\x00", "\x00\x00"]
 
     def changed(values: dict[str, int]) -> pa.Table:
@@ -162,8 +158,8 @@ def test_keys_with_equal_hashes_stay_apart_in_every_part_of_the_state(kind: str,
     state.close()
 
 
-def test_lists_come_in_the_order_of_their_positions(kind: str, tmp_path: Path) -> None:
-    state = VariableState(LIST, KEY_GROUPS, open_store(kind, LIST, KEY_GROUPS, tmp_path / "db"))
+def test_lists_come_in_the_order_of_their_positions(open_kind: OpenKind) -> None:
+    state = VariableState(LIST, KEY_GROUPS, open_kind(LIST, KEY_GROUPS))
 
     def appended(positions: list[int], op: int = Op.PUT) -> pa.Table:
         n = len(positions)
@@ -201,8 +197,8 @@ class FailsOnce:
         self._store.apply(changes)
 
 
-def test_a_fold_that_failed_half_way_loses_nothing_and_can_be_repeated(kind: str, tmp_path: Path) -> None:
-    store = FailsOnce(open_store(kind, VALUE, KEY_GROUPS, tmp_path / "db"))
+def test_a_fold_that_failed_half_way_loses_nothing_and_can_be_repeated(open_kind: OpenKind) -> None:
+    store = FailsOnce(open_kind(VALUE, KEY_GROUPS))
     state = VariableState(VALUE, KEY_GROUPS, store)
     state.add_layer(0, puts({n: n for n in range(100)}))
     with pytest.raises(OSError, match="disk full"):
@@ -266,8 +262,8 @@ def entries_of(rows: list[dict[str, Any]], key: str) -> Entries:
 
 
 @pytest.mark.parametrize("layout", [VALUE, LIST], ids=["value", "list"])
-def test_readers_see_every_key_correctly_at_every_moment_of_a_fold(kind: str, layout: Layout, tmp_path: Path) -> None:
-    state = VariableState(layout, KEY_GROUPS, open_store(kind, layout, KEY_GROUPS, tmp_path / "db"))
+def test_readers_see_every_key_correctly_at_every_moment_of_a_fold(open_kind: OpenKind, layout: Layout) -> None:
+    state = VariableState(layout, KEY_GROUPS, open_kind(layout, KEY_GROUPS))
     tables, states = history(layout)
     everything = keys(*range(COUNT))
     committed, finished, errors, checked = [-1], threading.Event(), [], [0, 0]

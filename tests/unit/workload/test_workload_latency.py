@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -81,6 +81,7 @@ def test_seconds_are_those_of_arrival_or_of_processing() -> None:
     assert by_processing["count"] == [1, 1, 1]
 
 
+@settings(deadline=None)
 @given(
     arrays(np.int64, st.integers(1, 60), elements=st.integers(0, 5000)),
     st.randoms(use_true_random=False),
@@ -118,6 +119,17 @@ def test_a_run_is_drawn_with_its_events(tmp_path: Path, standstill_ms: int) -> N
     hits = [(np.abs(image[:, :, :3] - purple).max(axis=2) < 0.02).sum() for image in (plain, marked)]
     assert hits[0] == 0
     assert hits[1] > 500
+
+
+def test_events_before_the_first_row_and_after_the_last_are_drawn_too(tmp_path: Path) -> None:
+    append_latencies(tmp_path / "lines.csv", latencies_of((START_MS, 5), (START_MS + 900, 7)))
+    events = [
+        (START_MS - 3000, "a rescale that was asked for early"),
+        (START_MS + 9000, "done long after the last row"),
+    ]
+    plot_latency(tmp_path / "lines.csv", tmp_path / "plot.svg", events, title="A run")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert all(f"<!-- {label} -->" in drawn for _, label in events)
 
 
 def test_drawing_leaves_the_callers_matplotlib_alone(tmp_path: Path) -> None:

@@ -50,16 +50,20 @@ def slicer_of(rows: pa.Table, settings: FrameSettings) -> Callable[[int, int], p
 def _slicer_of(frame: pd.DataFrame) -> Callable[[int, int], pd.DataFrame]:
     if not _CAN_SLICE_BLOCKS:
         return lambda start, stop: frame.iloc[start:stop].reset_index(drop=True)
-    blocks: Any = frame._mgr
+    return _block_slicer_of(frame)
+
+
+def _block_slicer_of(frame: Any) -> Callable[[int, int], pd.DataFrame]:
+    manager, blocks, columns = type(frame._mgr), frame._mgr.blocks, frame.columns
     from_blocks: Any = pd.DataFrame._from_mgr  # type: ignore[attr-defined]
     numbered: Any = pd.RangeIndex._simple_new  # type: ignore[attr-defined]
-    columns: Any = frame.columns
 
     def cut(start: int, stop: int) -> pd.DataFrame:
-        part = blocks.get_slice(slice(start, stop), axis=1)
+        rows = slice(start, stop)
         # Indexes of its own, as user code may name them.
-        part.axes = [columns._view(), numbered(range(stop - start))]
-        return from_blocks(part, part.axes)  # type: ignore[no-any-return]
+        axes = [columns._view(), numbered(range(stop - start))]
+        part = manager(tuple([block.slice_block_rows(rows) for block in blocks]), axes, verify_integrity=False)
+        return from_blocks(part, axes)  # type: ignore[no-any-return]
 
     return cut
 
@@ -68,11 +72,7 @@ def _can_slice_blocks() -> bool:
     """Whether the inner interface that slices without overhead is there, in this version of pandas."""
     probe = pd.DataFrame({"a": [1, 2], "b": ["x", "y"]})
     try:
-        blocks: Any = probe._mgr
-        part = blocks.get_slice(slice(1, 2), axis=1)
-        part.axes = [probe.columns._view(), pd.RangeIndex._simple_new(range(1))]  # type: ignore[attr-defined]
-        found = pd.DataFrame._from_mgr(part, part.axes)  # type: ignore[attr-defined]
-        return bool(found.equals(pd.DataFrame({"a": [2], "b": ["y"]})))
+        return bool(_block_slicer_of(probe)(1, 2).equals(pd.DataFrame({"a": [2], "b": ["y"]})))
     except (AttributeError, TypeError):
         return False
 

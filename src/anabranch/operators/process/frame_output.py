@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,9 +45,9 @@ class FrameOutput:
         if labels != self._labels:
             self._places = self._find(labels, key)
             self._labels = labels
-        blocks: Any = frame._mgr
+        get = _columns_of(frame)
         for column, place in zip(self._columns, self._places, strict=True):
-            column.append(blocks.iget_values(place))
+            column.append(get(place))
         self._keys.append(key)
         self.rows += rows
 
@@ -84,12 +84,13 @@ class FrameOutput:
             yield batch.slice(start, ROWS_MAX)
 
     def _array(self, field: StructField, target: pa.Field, pieces: list[Any]) -> pa.Array:
-        by_dtype: dict[Any, list[int]] = defaultdict(list)
-        for number, piece in enumerate(pieces):
-            by_dtype[piece.dtype].append(number)
-        if len(by_dtype) == 1:
-            array = self._convert(field, pieces, list(range(len(pieces))))
+        dtypes = [piece.dtype for piece in pieces]
+        if dtypes.count(dtypes[0]) == len(dtypes):
+            array = self._convert(field, pieces, range(len(pieces)))
         else:
+            by_dtype: dict[Any, list[int]] = defaultdict(list)
+            for number, dtype in enumerate(dtypes):
+                by_dtype[dtype].append(number)
             # One type must not change another's values on the way (an int64 among floats), so each is
             # converted by itself, and then the rows are put back in order.
             parts = [self._convert(field, pieces, numbers) for numbers in by_dtype.values()]
@@ -106,7 +107,7 @@ class FrameOutput:
             )
         return array.cast(target.type)
 
-    def _convert(self, field: StructField, pieces: list[Any], numbers: list[int]) -> pa.Array:
+    def _convert(self, field: StructField, pieces: list[Any], numbers: Sequence[int]) -> pa.Array:
         chosen = [pieces[number] for number in numbers]
         try:
             return self._convert_one(field, _concatenated(chosen))
@@ -137,6 +138,18 @@ class FrameOutput:
         )
         column = batch.column(0)
         return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def _columns_of(frame: pd.DataFrame) -> Callable[[int], Any]:
+    """A function that gives the values of a column, by its position, without making a Series of them."""
+    manager: Any = frame._mgr
+    blocks = manager.blocks
+    if len(blocks) == 1:
+        # The common case, in which pandas need not work out which block holds which column.
+        values, places = blocks[0].values, blocks[0].mgr_locs
+        if type(values) is np.ndarray and places.is_slice_like and places.as_slice == slice(0, len(values), 1):
+            return values.__getitem__
+    return manager.iget_values  # type: ignore[no-any-return]
 
 
 def _concatenated(pieces: list[Any]) -> Any:

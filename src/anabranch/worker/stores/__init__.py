@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.schemas import Layout
 from anabranch.worker.rows import Changes, Entries, Keys, Rows, VariableCodec
 
-KINDS = ("memory", "rocksdb")
+if TYPE_CHECKING:
+    from anabranch.worker.stores.redis import RedisConnection
+
+KINDS = ("memory", "rocksdb", "redis")
 
 
 class Store(Protocol):
@@ -44,8 +47,17 @@ class Store(Protocol):
         """Close, and remove what is on disk: it is only a cache of the checkpoint."""
 
 
-def open_store(kind: str, layout: Layout, key_groups: int, directory: Path | None) -> Store:
-    """An empty store for a state variable; ``directory`` is where a store on disk puts its files."""
+def open_store(
+    kind: str,
+    layout: Layout,
+    key_groups: int,
+    directory: Path | None,
+    remote: tuple[RedisConnection, str] | None = None,
+) -> Store:
+    """An empty store for a state variable.
+
+    ``directory`` is where a store on disk puts its files; ``remote`` the shared store, and what names in it begin with.
+    """
     # Imported here, because the stores are written against the interface above, and only one of them is needed.
     shape = VariableCodec(layout).shape(key_groups)
     if kind == "memory":
@@ -58,4 +70,10 @@ def open_store(kind: str, layout: Layout, key_groups: int, directory: Path | Non
         if directory is None:
             raise SettingsError("The RocksDB store needs a directory for its files; name one.")
         return RocksStore(shape, directory)
+    if kind == "redis":
+        from anabranch.worker.stores.redis import RedisStore
+
+        if remote is None:
+            raise SettingsError("The Redis store needs the address of a Redis; set anabranch.redisUrl.")
+        return RedisStore(shape, *remote)
     raise SettingsError(f"There is no store of the kind {kind!r}; choose one of {', '.join(KINDS)}.")

@@ -1,0 +1,124 @@
+"""Handing out key groups: to whom, and from whom their state comes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from anabranch.checkpoint.statefiles import StateFiles
+from anabranch.control.claims import Claimed, Committed
+from anabranch.control.members import Member
+from anabranch.core.ids import WorkerId
+from anabranch.core.routes import Route
+from anabranch.wire import messages
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Who is to hold which key groups, as of a committed epoch."""
+
+    route: Route
+    committed: Committed
+    #: Where state is that no living worker has.
+    files: StateFiles
+    #: Counts the assignments of a generation.
+    number: int = 0
+    #: The route before: workers that owned key groups under it and are still here keep them for the new owners.
+    before: Route | None = None
+    peer_timeout_s: float = 30.0
+    #: Where key groups are that nobody has any more, in a store that workers share: None if they share none.
+    offers: list[dict[str, Any]] | None = None
+    #: Answers by worker, once it is carried out.
+    answers: dict[WorkerId, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def carry_out(claimed: Claimed, members: Sequence[Member], assignment: Assignment) -> None:
+    """Bring every worker to the committed epoch, and give it its key groups.
+
+    State that a worker has already stays where it is. All other state comes when it is needed, and in the background.
+    """
+    with ThreadPoolExecutor(max_workers=max(1, len(members))) as pool:
+        list(pool.map(lambda member: _open(claimed, member, assignment), members))
+        if assignment.offers is not None:
+            for offers in pool.map(lambda member: _hand_over(claimed, member, assignment), members):
+                assignment.offers.extend(offers)
+        answers = list(pool.map(lambda member: _assign(claimed, member, members, assignment), members))
+    assignment.answers.update(zip([member.worker for member in members], answers, strict=True))
+
+
+def wipe_shared_store(claimed: Claimed, members: Sequence[Member]) -> None:
+    """Remove what an earlier driver left behind, unless a worker still takes part in the job."""
+    for member in members:
+        health, _ = member.client.call(messages.Health())
+        if claimed.job.job_id in health["jobs"]:
+            return
+    members[0].client.call(messages.Wipe(job=claimed.job.job_id, generation=claimed.generation))
+
+
+def _open(claimed: Claimed, member: Member, assignment: Assignment) -> None:
+    job, committed = claimed.job, assignment.committed
+    member.client.call(
+        messages.OpenJob(
+            job=job.job_id,
+            generation=claimed.generation,
+            key_groups=job.key_groups,
+            committed_epoch=committed.epoch,
+            committed_by=[int(number) for number in committed.by or ()],
+            stages=[stage.to_json() for stage in job.stages],
+            checkpoint=claimed.storage.location,
+        )
+    )
+
+
+def _hand_over(claimed: Claimed, member: Member, assignment: Assignment) -> list[dict[str, Any]]:
+    """Let a worker give up what it is not to have any more, before anybody else takes it."""
+    answer, _ = member.client.call(
+        messages.HandOver(
+            job=claimed.job.job_id,
+            generation=claimed.generation,
+            epoch=assignment.committed.epoch,
+            number=assignment.number,
+            keep=[int(group) for group in assignment.route.groups_of(member.worker)],
+        )
+    )
+    offers: list[dict[str, Any]] = answer["shared"]
+    return offers
+
+
+def _assign(claimed: Claimed, member: Member, members: Sequence[Member], assignment: Assignment) -> Mapping[str, Any]:
+    committed, files = assignment.committed, assignment.files
+    answer, _ = member.client.call(
+        messages.Assign(
+            job=claimed.job.job_id,
+            generation=claimed.generation,
+            epoch=committed.epoch,
+            number=assignment.number,
+            groups=[int(group) for group in assignment.route.groups_of(member.worker)],
+            snapshot=[asdict(file) for file in files.snapshot_files],
+            changes=[asdict(file) for file in files.change_files],
+            freeze=assignment.before is not None,
+            peers=_peers_of(member, members, assignment),
+            shared=assignment.offers or [],
+            peer_timeout_ms=round(1000 * assignment.peer_timeout_s),
+        )
+    )
+    logger.debug("worker %s at epoch %d: %s", member.worker, committed.epoch, answer)
+    return answer
+
+
+def _peers_of(member: Member, members: Collection[Member], assignment: Assignment) -> list[dict[str, Any]]:
+    """The other workers that had some of this worker's key groups before."""
+    if assignment.before is None or assignment.offers is not None:
+        return []
+    mine = set(assignment.route.groups_of(member.worker))
+    offers = []
+    for other in members:
+        offered = mine.intersection(assignment.before.groups_of(other.worker)) if other is not member else ()
+        if offered:
+            offers.append({"address": other.address, "groups": sorted(int(group) for group in offered)})
+    return offers

@@ -1,0 +1,96 @@
+"""A look at the state of a running job: its rows, and what each worker holds of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from anabranch.control.cluster import Cluster
+from anabranch.control.members import Member
+from anabranch.core.errors import AnabranchError, EpochError, WorkerError
+from anabranch.core.schemas import StageSpec
+from anabranch.wire import messages
+
+logger = logging.getLogger(__name__)
+
+#: How often a look at the state starts over because epochs went by faster than it could read.
+_ATTEMPTS = 10
+#: How long a look waits for a change that is under way.
+_CHANGE_MAX_S = 60.0
+
+_Seen = TypeVar("_Seen")
+
+
+class Looking:
+    """Asks all workers at once."""
+
+    def __init__(self, cluster: Cluster, pool: ThreadPoolExecutor, job: Callable[[], dict[str, Any]]) -> None:
+        self._cluster = cluster
+        self._pool = pool
+        #: The numbers that every request carries.
+        self._job = job
+
+    def scan(self, spec: StageSpec, variable: str, committed: Callable[[], int]) -> tuple[int, pa.Table]:
+        """All rows of a state variable as of the last committed epoch, and that epoch."""
+
+        def look() -> tuple[int, pa.Table]:
+            epoch = committed()
+            request = messages.Scan(**self._job(), epoch=epoch, stage=spec.number, variable=variable)
+            parts = self._on_all(self._cluster.members.all, lambda member: list(member.client.stream(request)))
+            batches = [batch for part in parts for batch in part]
+            return epoch, pa.Table.from_batches(batches, schema=spec.layouts[variable].rows)
+
+        return self._look(look)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What each worker holds."""
+        return self._look(self._describe)
+
+    def _look(self, look: Callable[[], _Seen]) -> _Seen:
+        """Look, and again if key groups changed hands meanwhile, or an epoch that was looked at is gone."""
+        failure: AnabranchError | None = None
+        for _ in range(_ATTEMPTS):
+            count = self._cluster.steadiness.wait(_CHANGE_MAX_S)
+            try:
+                seen = look()
+            except AnabranchError as error:
+                failure = error
+                if not isinstance(error, EpochError) and self._cluster.steadiness.held_since(count):
+                    raise
+                logger.debug("a look at the workers starts over: %s", error)
+                continue
+            if self._cluster.steadiness.held_since(count):
+                return seen
+        reason = f" ({failure})" if failure else ""
+        raise EpochError(
+            f"The workers cannot be looked at: epochs or changes pass faster than that{reason}. Try again."
+        )
+
+    def _describe(self) -> list[dict[str, Any]]:
+        members, request = self._cluster.members.all, messages.Describe(**self._job())
+        answers = self._on_all(members, lambda member: member.client.call(request)[0])
+        return [
+            {
+                "id": member.worker,
+                "address": member.address,
+                "pid": member.pid,
+                "keyGroups": len(self._cluster.route.groups_of(member.worker)),
+                "pendingGroups": answer["pendingGroups"],
+                "frozenGroups": answer["frozenGroups"],
+                "load": round(sum(keys for _, keys in answer["load"])),
+                "rows": sum(variable["rows"] for variable in answer["variables"]),
+                "bytes": sum(variable["bytes"] for variable in answer["variables"]),
+                "variables": answer["variables"],
+            }
+            for member, answer in zip(members, answers, strict=True)
+        ]
+
+    def _on_all(self, members: Sequence[Member], call: Callable[[Member], Any]) -> list[Any]:
+        try:
+            return list(self._pool.map(call, members))
+        except RuntimeError as error:  # the pool takes no more
+            raise WorkerError("The query ends or is being restarted, so its workers cannot be asked.") from error

@@ -1,0 +1,180 @@
+"""Rescales: what was asked for, and how far it is."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from anabranch.core.ids import Epoch, WorkerId
+
+
+class RescaleState(StrEnum):
+    WAITING = "waiting"  #: for new workers, or for the next epoch
+    MIGRATING = "migrating"  #: the new route is in force, and state follows
+    DONE = "done"
+    FAILED = "failed"
+    REPLACED = "replaced"  #: a newer request came before this one took effect
+
+
+_ENDED = (RescaleState.DONE, RescaleState.FAILED, RescaleState.REPLACED)
+
+
+@dataclass
+class Migration:
+    """One change of the route, from its first epoch until all state has arrived."""
+
+    number: int
+    strategy: str
+    route_version: int
+    first_epoch: Epoch
+    groups_moving: int
+    joined: tuple[WorkerId, ...]
+    left: tuple[WorkerId, ...]
+    #: What each worker had brought before.
+    baseline: Mapping[WorkerId, Mapping[str, int]] = field(default_factory=dict)
+    #: What each worker says last.
+    latest: dict[WorkerId, Mapping[str, int]] = field(default_factory=dict)
+    started_s: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.time)
+    seconds: float | None = None
+    #: How long the change itself held up the epoch that it came before.
+    change_ms: int = 0
+
+    @property
+    def pending(self) -> int:
+        """Key groups that have not arrived; as many as move, while nobody has told."""
+        if self.seconds is not None:
+            return 0
+        if not self.latest:
+            return self.groups_moving
+        return sum(progress["pendingGroups"] for progress in self.latest.values())
+
+    def finish(self) -> None:
+        if self.seconds is None:
+            self.seconds = time.monotonic() - self.started_s
+
+    def moved(self, what: str) -> int:
+        """Rows or bytes that were brought since the migration began."""
+        return sum(
+            max(0, progress[what] - self.baseline.get(worker, {}).get(what, 0))
+            for worker, progress in self.latest.items()
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "strategy": self.strategy,
+            "routeVersion": self.route_version,
+            "firstEpoch": int(self.first_epoch),
+            "startedAt": self.started_at,
+            "joined": list(self.joined),
+            "left": list(self.left),
+            "groupsMoving": self.groups_moving,
+            "groupsPending": self.pending,
+            "rowsFetched": self.moved("fetched_rows"),
+            "rowsDrained": self.moved("drained_rows"),
+            "bytesFetched": self.moved("fetched_bytes"),
+            "bytesDrained": self.moved("drained_bytes"),
+            "changeMs": self.change_ms,
+            "seconds": round(time.monotonic() - self.started_s if self.seconds is None else self.seconds, 3),
+            "done": self.seconds is not None,
+        }
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was done between two epochs about workers that came, left or were lost, for progress reports."""
+
+    lost: tuple[WorkerId, ...]
+    started: tuple[WorkerId, ...]
+    left: tuple[WorkerId, ...]
+    key_groups: int
+    route_version: int
+    duration_ms: int
+    #: The rescales that took effect.
+    rescales: tuple[Rescale, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "lost": list(self.lost),
+            "started": list(self.started),
+            "left": list(self.left),
+            "keyGroups": self.key_groups,
+            "routeVersion": self.route_version,
+            "durationMs": self.duration_ms,
+        }
+
+
+class Rescale:
+    """The handle of a rescale. Any thread may call any method."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, what: str, *, workers: int | None = None, parallelism: Mapping[int, int] | None = None) -> None:
+        self.number = next(Rescale._numbers)
+        self.what = what
+        self.workers = workers
+        self.parallelism = dict(parallelism or {})
+        self._changed = threading.Condition()
+        self._state = RescaleState.WAITING
+        self._message = ""
+        self._migration: Migration | None = None
+        self._asked_s = time.monotonic()
+        self._seconds: float | None = None
+
+    @property
+    def state(self) -> RescaleState:
+        with self._changed:
+            return self._state
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the rescale has ended, for so many seconds at most; whether it is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state in _ENDED, timeout)
+            return self._state is RescaleState.DONE
+
+    def progress(self) -> dict[str, Any]:
+        """How far it is: its state, what moves, and what has been moved, on demand and in the background."""
+        with self._changed:
+            migration = self._migration.to_json() if self._migration is not None else {}
+            seconds = time.monotonic() - self._asked_s if self._seconds is None else self._seconds
+            return {
+                "number": self.number,
+                "what": self.what,
+                "state": str(self._state),
+                "message": self._message,
+                "workers": self.workers,
+                "parallelism": {str(stage): number for stage, number in self.parallelism.items()},
+                "startedEpoch": migration.get("firstEpoch"),
+                "groupsMoving": migration.get("groupsMoving", 0),
+                "groupsPending": migration.get("groupsPending", 0),
+                "rowsFetched": migration.get("rowsFetched", 0),
+                "rowsDrained": migration.get("rowsDrained", 0),
+                "bytesFetched": migration.get("bytesFetched", 0),
+                "bytesDrained": migration.get("bytesDrained", 0),
+                "changeMs": migration.get("changeMs", 0),
+                "seconds": round(seconds, 3),
+            }
+
+    def begin(self, migration: Migration | None) -> None:
+        """It has taken effect; None: nothing has to move."""
+        with self._changed:
+            if self._state is RescaleState.WAITING:
+                self._migration = migration
+                self._set(RescaleState.MIGRATING)
+
+    def end(self, state: RescaleState, message: str = "") -> None:
+        with self._changed:
+            if self._state not in _ENDED:
+                self._message = message
+                self._seconds = time.monotonic() - self._asked_s
+                self._set(state)
+
+    def _set(self, state: RescaleState) -> None:
+        self._state = state
+        self._changed.notify_all()

@@ -1,0 +1,148 @@
+"""The drain: brings what is missing of adopted key groups in the background, out of the way of epochs.
+
+Between epochs it goes on freely. While an epoch runs, it brings no more rows than the driver allows for that epoch: the
+driver sees how long epochs take, and paces the drain so that they stay as short as before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from anabranch.core.errors import AnabranchError
+
+logger = logging.getLogger(__name__)
+
+#: What a Begin says if the drain need not mind epochs.
+NO_LIMIT = -1
+#: How long a step should take; so many key groups are brought at a time.
+_STEP_S = 0.03
+_GROUPS_MIN, _GROUPS_MAX = 1, 256
+_GROUPS_AT_FIRST = 8
+#: While an epoch runs, the drain rests as many times as long as a step took.
+_REST = 1.0
+_REST_MIN_S = 0.001
+#: How long the drain waits before it tries again after a failure.
+_RETRY_S = 1.0
+#: An epoch that has neither ended nor begun anew for so long does not hold up the drain: it may never end.
+_EPOCH_MAX_S = 30.0
+
+
+class Arriving(Protocol):
+    """Key groups that are on their way."""
+
+    @property
+    def pending(self) -> list[int]: ...
+
+    def drain(self, groups: Collection[int]) -> None: ...
+
+
+class Drain:
+    """Runs in a thread of its own as long as there is something to bring."""
+
+    def __init__(
+        self,
+        prefetch: Callable[[], None],
+        choose: Callable[[int], tuple[Arriving, list[int]] | None],
+        rows: Callable[[], int],
+    ) -> None:
+        """``prefetch``: bring what will be needed next; ``choose``: what to bring then, so many key groups at most;
+        ``rows``: how many rows have been brought."""
+        self._prefetch = prefetch
+        self._choose = choose
+        self._rows = rows
+        self._groups = _GROUPS_AT_FIRST
+        #: Of the last step.
+        self._rows_per_group = 0.0
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        self._epoch_until_s = 0.0
+        self._allowed = NO_LIMIT
+
+    def start(self) -> None:
+        """Go on, if there is something to bring."""
+        with self._wake:
+            if self._thread is None and not self._stopped:
+                self._thread = threading.Thread(target=self._run, name="drain", daemon=True)
+                self._thread.start()
+
+    def begin_epoch(self, rows: int) -> None:
+        """An epoch runs; bring so many rows at most until it ends."""
+        with self._wake:
+            self._epoch_until_s = time.monotonic() + _EPOCH_MAX_S
+            self._allowed = rows
+            self._wake.notify_all()
+
+    def end_epoch(self) -> None:
+        with self._wake:
+            self._epoch_until_s = 0.0
+            self._wake.notify_all()
+
+    def close(self) -> None:
+        with self._wake:
+            self._stopped = True
+            self._wake.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    @property
+    def _in_epoch(self) -> bool:
+        return time.monotonic() < self._epoch_until_s
+
+    def _run(self) -> None:
+        while self._wait_for_leave():
+            chosen = self._choose(self._groups_now())
+            if chosen is None:
+                with self._wake:
+                    if self._choose(1) is None:  # something may have come between
+                        self._thread = None
+                        return
+                continue
+            self._step(*chosen)
+
+    def _wait_for_leave(self) -> bool:
+        """Wait until there may be a step; False: there will be no more."""
+        with self._wake:
+            while not self._stopped and self._in_epoch and self._allowed == 0:
+                self._wake.wait(max(_REST_MIN_S, self._epoch_until_s - time.monotonic()))
+            return not self._stopped
+
+    def _groups_now(self) -> int:
+        """How many key groups to bring next: no more than this epoch may have rows, as far as that is known."""
+        with self._wake:
+            if not self._in_epoch or self._allowed == NO_LIMIT or not self._rows_per_group:
+                return self._groups
+            return max(1, min(self._groups, int(self._allowed / self._rows_per_group)))
+
+    def _step(self, arriving: Arriving, groups: list[int]) -> None:
+        before, started = self._rows(), time.monotonic()
+        try:
+            self._prefetch()
+            arriving.drain(groups)
+        except AnabranchError as error:
+            # Whoever needs the state meets the same error and reports it; it may be over by the next try.
+            logger.warning("state cannot be brought yet: %s", error)
+            self._rest(_RETRY_S)
+            return
+        took_s = time.monotonic() - started
+        if took_s < _STEP_S / 2:
+            self._groups = min(2 * self._groups, _GROUPS_MAX)
+        elif took_s > 2 * _STEP_S:
+            self._groups = max(self._groups // 2, _GROUPS_MIN)
+        rows = self._rows() - before
+        with self._wake:
+            self._rows_per_group = rows / len(groups) if groups else 0.0
+            if self._allowed != NO_LIMIT:
+                self._allowed = max(0, self._allowed - max(1, rows))
+            rest_s = max(_REST_MIN_S, _REST * took_s) if self._in_epoch else _REST_MIN_S
+        self._rest(rest_s)
+
+    def _rest(self, seconds: float) -> None:
+        with self._wake:
+            if not self._stopped:
+                self._wake.wait(seconds)

@@ -1,0 +1,40 @@
+"""Keys whose state has been asked for: what a drain brings of them later is older than what is here, and not wanted."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pyarrow as pa
+
+from anabranch.worker.rows import Shape, VariableCodec
+from anabranch.worker.table import RowTable
+
+
+class KnownKeys:
+    """A growing set of whole keys: keys with equal hashes are told apart. Any thread may call any method."""
+
+    def __init__(self, codec: VariableCodec, shape: Shape) -> None:
+        self._codec = codec
+        self._table = RowTable(shape.key_width, 0)
+        self._lock = threading.Lock()
+
+    def missing(self, keys: pa.Table) -> pa.Table:
+        """Those of the keys that are not in the set."""
+        return keys.take(pa.array(np.flatnonzero(self._find(keys) < 0)))
+
+    def add(self, keys: pa.Table) -> None:
+        encoded = self._codec.encode_keys(keys)
+        with self._lock:
+            self._table.reserve(len(encoded))
+            self._table.put(encoded.hashes, encoded.keys)
+
+    def without(self, changes: pa.Table) -> pa.Table:
+        """The changes of keys that are not in the set."""
+        found = self._find(changes)
+        return changes if (found < 0).all() else changes.take(pa.array(np.flatnonzero(found < 0)))
+
+    def _find(self, rows: pa.Table) -> np.typing.NDArray[np.int32]:
+        encoded = self._codec.encode_keys(rows)
+        with self._lock:
+            return self._table.find(encoded.hashes, encoded.keys)

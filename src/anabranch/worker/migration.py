@@ -1,0 +1,179 @@
+"""Migration: adoption of key groups from their former owner, key by key when they are needed, and in the background.
+
+The former owner's copy is frozen, so reading it races with nobody. A key that was fetched is *known*: what is here of
+it may be newer than what the former owner has, so a drain leaves it alone. If the former owner fails, the checkpoint,
+which has the same state, takes its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from anabranch.core.errors import AnabranchError
+from anabranch.core.keygroups import key_groups_of
+from anabranch.core.schemas import HASH
+from anabranch.worker.adoption import Adoption, Brought, MakeOrigin
+from anabranch.worker.layers import VariableState
+from anabranch.worker.origins import Flags, Hashes
+
+logger = logging.getLogger(__name__)
+
+#: Rows that are loaded at a time: a fetch waits for no longer than this takes.
+_ROWS_PER_LOAD = 1 << 14
+
+
+class FrozenSource(Protocol):
+    """The frozen state of one variable, elsewhere."""
+
+    def fetch(self, keys: Any) -> Iterator[pa.Table]:
+        """All entries of these keys, as changes. A key without any does not exist."""
+
+    def recent(self, groups: Collection[int]) -> Iterator[pa.Table]:
+        """The same of those keys that are likely to be needed next, or nothing if that is not known."""
+
+    def scan(self, groups: Collection[int]) -> Iterator[pa.Table]:
+        """All rows of these key groups, as changes, in bounded pieces."""
+
+
+class Migration:
+    """The key groups of one variable that come from one former owner. Any thread may call any method."""
+
+    def __init__(
+        self,
+        state: VariableState,
+        source: FrozenSource,
+        make_origin: MakeOrigin,
+        groups: Collection[int],
+        key_groups: int,
+    ) -> None:
+        self._state = state
+        self._source = source
+        self._make_origin = make_origin
+        #: By key group: whether some of its state may not have arrived yet.
+        self._pending: Flags = np.zeros(key_groups, dtype=np.bool_)
+        self._pending[list(groups)] = True
+        self._known = state.known_keys()
+        self._is_prefetched = False
+        #: Held while keys are fetched, so that no two threads fetch the same.
+        self._fetching = threading.Lock()
+        #: Held while rows are loaded. Whether their group is still pending is asked anew: if it is not, they are here,
+        #: and may have been changed since.
+        self._loading = threading.Lock()
+        #: What goes on in this one's place, once the source has failed.
+        self._from_checkpoint: Adoption | None = None
+        self.brought = Brought()
+
+    @property
+    def pending(self) -> list[int]:
+        """The key groups that have not arrived completely."""
+        if self._from_checkpoint is not None:
+            return self._from_checkpoint.pending
+        return [int(group) for group in np.flatnonzero(self._pending)]
+
+    def fetch(self, hashes: Hashes, keys: Any) -> None:
+        """Bring the state of these keys, as far as it is of these key groups and not there yet."""
+        mine = np.flatnonzero(self._pending[key_groups_of(hashes, len(self._pending))])
+        if not len(mine):
+            return
+        with self._fetching:
+            if self._from_checkpoint is None:
+                missing = self._known.missing(keys.take(pa.array(mine)))
+                if not len(missing):
+                    return
+                try:
+                    parts = list(self._source.fetch(missing))
+                except AnabranchError as error:
+                    self._fall_back(error)
+                else:
+                    self._load_fetched(missing, parts)
+        if self._from_checkpoint is not None:
+            self._from_checkpoint.fetch(hashes)
+
+    def prefetch(self) -> None:
+        """Bring, once, the keys that the last epoch changed, if these are likely to be needed in the next one."""
+        pending = self.pending
+        if self._is_prefetched or not pending:
+            return
+        self._is_prefetched = True
+        try:
+            parts = list(self._source.recent(pending))
+        except AnabranchError as error:
+            self._fall_back(error)
+            return
+        with self._loading:
+            if self._from_checkpoint is None:
+                rows = [self._known.without(self._still_pending(part)) for part in parts]
+                for part in rows:
+                    self._state.load(part)
+                for part in rows:
+                    self._known.add(part)
+                self.brought.note_drained(rows)
+
+    def drain(self, groups: Collection[int]) -> None:
+        """Bring all that is missing of these key groups."""
+        chosen = [group for group in groups if self._pending[group]]
+        if chosen and self._from_checkpoint is None:
+            try:
+                for part in self._source.scan(chosen):
+                    self._load_drained(part)
+            except AnabranchError as error:
+                self._fall_back(error)
+            with self._loading:
+                if self._from_checkpoint is None:
+                    self._pending[chosen] = False
+        if self._from_checkpoint is not None:
+            self._from_checkpoint.drain(chosen)
+
+    def redirect(self, make_origin: MakeOrigin) -> None:
+        """Where the checkpoint's files are now, in case they are needed."""
+        with self._loading:
+            self._make_origin = make_origin
+            if self._from_checkpoint is not None:
+                self._from_checkpoint.redirect(make_origin)
+
+    def forget(self, groups: Collection[int]) -> None:
+        """These key groups belong to somebody else now."""
+        with self._loading:
+            self._pending[list(groups)] = False
+            if self._from_checkpoint is not None:
+                self._from_checkpoint.forget(groups)
+
+    def _load_fetched(self, keys: Any, parts: list[pa.Table]) -> None:
+        with self._loading:
+            if self._from_checkpoint is not None:
+                return  # as below
+            loaded = [self._still_pending(part) for part in parts]
+            for part in loaded:
+                self._state.load(part)
+            self._known.add(keys)
+            self.brought.note_fetched(loaded)
+
+    def _load_drained(self, part: pa.Table) -> None:
+        for start in range(0, len(part), _ROWS_PER_LOAD):
+            with self._loading:
+                if self._from_checkpoint is not None:
+                    return  # keys that came from there are not known here, and may have been changed since
+                rows = self._known.without(self._still_pending(part.slice(start, _ROWS_PER_LOAD)))
+                self._state.load(rows)
+                self.brought.note_drained([rows])
+
+    def _still_pending(self, changes: pa.Table) -> pa.Table:
+        pending = self._pending[key_groups_of(changes.column(HASH).to_numpy(), len(self._pending))]
+        return changes if pending.all() else changes.take(pa.array(np.flatnonzero(pending)))
+
+    def _fall_back(self, error: AnabranchError) -> None:
+        with self._loading:
+            if self._from_checkpoint is not None:
+                return
+            logger.warning("state comes from the checkpoint instead of its former owner: %s", error)
+            pending = [int(group) for group in np.flatnonzero(self._pending)]
+            self._from_checkpoint = Adoption(
+                self._state, self._make_origin(pending), pending, len(self._pending), self._known
+            )
+            self._from_checkpoint.brought = self.brought

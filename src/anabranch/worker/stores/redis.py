@@ -1,0 +1,209 @@
+"""The remote store: state in a Redis that the workers of a job share, so that a rescale moves nothing.
+
+Each key group is written by one worker at a time. Its rows live under an incarnation, a short text that is part of
+their Redis keys: a worker that takes over goes on with the same incarnation, and a key group that may be torn, because
+a worker was killed while it changed it, is filled again under a new one. Redis is a cache of the checkpoint like every
+store: rows carry versions, so that a Redis which lost or forgot something is noticed instead of read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from weakref import WeakSet
+
+import numpy as np
+
+from anabranch.core.errors import WorkerError
+from anabranch.worker.rows import Changes, Entries, Hashes, Keys, Rows, Shape
+from anabranch.worker.stores.redis_connection import RedisConnection, connect, delete_prefix
+from anabranch.worker.stores.redis_rows import GroupPlace, GroupRows, Places
+
+__all__ = ["RedisConnection", "RedisStore", "connect", "delete_prefix"]
+
+logger = logging.getLogger(__name__)
+
+_BATCH_ROWS = 1 << 16
+#: Braces would be taken for a hash tag of Redis Cluster.
+_PREFIX = re.compile(r"[^{}]+")
+_INCARNATION = re.compile(r"[\w.-]+")
+
+
+class RedisStore:
+    """See Store. It holds the key groups that it was told to use, and no others."""
+
+    def __init__(self, shape: Shape, connection: RedisConnection, prefix: str) -> None:
+        if not _PREFIX.fullmatch(prefix):
+            raise WorkerError(f"{prefix!r} cannot begin the names of Redis keys; use one without braces.")
+        self._shape = shape
+        self._address = connection.address
+        self._prefix = prefix
+        self._rows = GroupRows(shape, connection)
+        #: The key groups in use. Replaced as a whole, never changed, so that readers need no lock.
+        self._places: Places = {}
+        #: Held by whoever changes the state, or needs it not to change. Readers of keys never wait for it.
+        self._changing = threading.Lock()
+        #: Those which somebody still consumes.
+        self._snapshots: WeakSet[_Snapshot] = WeakSet()
+
+    def use(self, groups: Collection[int], incarnation: str) -> frozenset[int]:
+        """From now on these key groups live under this incarnation.
+
+        Those of which Redis has nothing under it are returned: they are empty, and to be filled from the checkpoint.
+        What this store used under another incarnation is removed.
+        """
+        if not _INCARNATION.fullmatch(incarnation):
+            raise WorkerError(f"{incarnation!r} is no incarnation; use letters, digits, dots, dashes and underscores.")
+        strange = [group for group in groups if not 0 <= group < self._shape.key_groups]
+        if strange:
+            raise WorkerError(f"There is no key group {strange[0]}: they go from 0 to {self._shape.key_groups - 1}.")
+        places = {}
+        for group in sorted(set(groups)):
+            places[group] = GroupPlace(group, f"{self._prefix}:{incarnation}:{{{group}}}".encode())
+        with self._changing:
+            others = [old for old in self._in_use(places) if old.name != places[old.group].name]
+            self._keep_for_snapshots([old.group for old in others])
+            made = self._rows.begin(places.values())
+            self._places = {**self._places, **places}
+            self._rows.remove(others)
+        return frozenset(place.group for place in made)
+
+    def hand_over(self, groups: Collection[int]) -> None:
+        """Forget these key groups, and leave them in Redis: another worker goes on with them."""
+        with self._changing:
+            self._keep_for_snapshots(groups)
+            self._forget(groups)
+
+    def read(self, keys: Keys) -> Entries:
+        return self._rows.read(keys, self._places_of(keys.hashes))
+
+    def apply(self, changes: Changes) -> None:
+        with self._changing:
+            places = self._places_of(changes.hashes)
+            self._keep_for_snapshots(places)
+            self._rows.change(changes, places)
+
+    def snapshot(self, groups: Collection[int] | None) -> Iterator[Rows]:
+        with self._changing:
+            chosen = sorted(self._places if groups is None else set(groups))
+            places = [self._place(self._places, group) for group in chosen]
+            snapshot = _Snapshot(self._rows, self._changing, places, self._rows.counts(places))
+            self._snapshots.add(snapshot)
+        return snapshot.batches()
+
+    def drop_groups(self, groups: Collection[int]) -> None:
+        """Remove these key groups from Redis, as far as they are in use; they no longer are."""
+        with self._changing:
+            self._keep_for_snapshots(groups)
+            dropped = self._in_use(groups)
+            self._forget(groups)
+            self._rows.remove(dropped)
+
+    def rows(self) -> int:
+        return sum(self._rows.counts(list(self._places.values())))
+
+    def size_bytes(self) -> int:
+        """The memory that the key groups in use take in Redis, about."""
+        return self._rows.size_bytes(list(self._places.values()))
+
+    def close(self) -> None:
+        """Forget all key groups, and leave them in Redis."""
+        with self._changing:
+            self._places = {}
+
+    def destroy(self) -> None:
+        """Remove all key groups in use from Redis; if it cannot be reached, ``delete_prefix`` does it later."""
+        with self._changing:
+            places, self._places = list(self._places.values()), {}
+            try:
+                self._rows.remove(places)
+            except WorkerError as error:
+                logger.warning("state of %d key groups is left behind in Redis: %s", len(places), error)
+
+    def _places_of(self, hashes: Hashes) -> Places:
+        """The places of the keys with these hashes."""
+        places = self._places
+        groups: list[int] = np.unique(self._shape.groups_of(hashes)).tolist()
+        return {group: self._place(places, group) for group in groups}
+
+    def _place(self, places: Places, group: int) -> GroupPlace:
+        if group not in places:
+            raise WorkerError(
+                f"Key group {group} is not in use on this worker, so its state in Redis at {self._address} is not "
+                "touched. The task has an old route: run it again."
+            )
+        return places[group]
+
+    def _in_use(self, groups: Collection[int]) -> list[GroupPlace]:
+        return [self._places[group] for group in sorted(set(groups)) if group in self._places]
+
+    def _forget(self, groups: Collection[int]) -> None:
+        gone = set(groups)
+        self._places = {group: place for group, place in self._places.items() if group not in gone}
+
+    def _keep_for_snapshots(self, groups: Collection[int]) -> None:
+        """Called before key groups change."""
+        for snapshot in list(self._snapshots):
+            snapshot.keep(groups)
+
+
+class _Snapshot:
+    """Key groups as of one moment. A key group is read when it is its turn, or before it changes."""
+
+    def __init__(
+        self, rows: GroupRows, changing: threading.Lock, places: Sequence[GroupPlace], counts: Sequence[int]
+    ) -> None:
+        self._rows = rows
+        self._changing = changing
+        #: With the number of rows of each.
+        self._unread = {place.group: (place, count) for place, count in zip(places, counts, strict=True)}
+        self._kept: list[Rows] = []
+        self._failure: WorkerError | None = None
+
+    def keep(self, groups: Collection[int]) -> None:
+        """Read those of these key groups that are unread. The caller holds the lock.
+
+        An error is for whoever consumes the snapshot, not for who changes the state.
+        """
+        wanted = [self._unread[group] for group in set(groups) if group in self._unread]
+        try:
+            for places in _steps(wanted):
+                self._kept.append(self._read(places))
+        except WorkerError as error:
+            self._failure = error
+
+    def batches(self) -> Iterator[Rows]:
+        while True:
+            with self._changing:
+                if self._failure is not None:
+                    raise self._failure
+                if self._kept:
+                    rows = self._kept.pop()
+                elif self._unread:
+                    rows = self._read(next(_steps(list(self._unread.values()))))
+                else:
+                    return
+            for start in range(0, len(rows), _BATCH_ROWS):
+                yield rows.take(np.arange(start, min(start + _BATCH_ROWS, len(rows))))
+
+    def _read(self, places: Sequence[GroupPlace]) -> Rows:
+        rows = self._rows.all_of(places)
+        for place in places:
+            del self._unread[place.group]
+        return rows
+
+
+def _steps(places: Sequence[tuple[GroupPlace, int]]) -> Iterator[list[GroupPlace]]:
+    """As many key groups at a time as make up a batch."""
+    step: list[GroupPlace] = []
+    total = 0
+    for place, count in places:
+        if step and total + count > _BATCH_ROWS:
+            yield step
+            step, total = [], 0
+        step.append(place)
+        total += count
+    if step:
+        yield step

@@ -1,0 +1,120 @@
+"""A job on stand-ins for workers, for tests of rescales: makes coordinators, runs epochs, looks at what was asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from worker_stand_in import NoSupply, StandIn, Supply, membership
+
+from anabranch.control.claims import claim
+from anabranch.control.coordinator import Coordinator
+from anabranch.control.members import Member
+from anabranch.control.rescale import Rescale
+from anabranch.control.resume import resume
+from anabranch.core.errors import WorkerError
+from anabranch.core.ids import StageNumber
+from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+from anabranch.core.settings import Settings
+from anabranch.wire import messages
+
+VARIABLE = VariableSpec("v", VariableKind.VALUE, pa.schema([("n", pa.int64())]))
+SPEC = StageSpec(StageNumber(1), "stage1", pa.schema([("k", pa.int64())]), (VARIABLE,))
+KEY_GROUPS = 8
+
+Make = Callable[..., Coordinator]
+
+
+@contextmanager
+def making(folder: Path) -> Iterator[Make]:
+    made: list[Coordinator] = []
+
+    def make(*workers: StandIn, supply: NoSupply | None = None, **settings: Any) -> Coordinator:
+        """Nothing is done in the background: tests call what the heartbeat would."""
+        members = membership(*workers)
+        resumed = resume(claim(str(folder), [SPEC], KEY_GROUPS), members)
+        chosen = Settings(workers=len(workers), key_groups=KEY_GROUPS, heartbeat_s=60.0, **settings)
+        made.append(Coordinator(resumed, members, chosen, {StageNumber(1): 2}, supply or NoSupply()))
+        return made[-1]
+
+    yield make
+    for coordinator in made:
+        coordinator.cluster._watch._closed.set()
+
+
+class LoadedStandIn(StandIn):
+    """A worker that says how many keys of each key group were asked for, and has nothing to make durable."""
+
+    def __init__(self, name: str, load: dict[int, float] | None = None) -> None:
+        super().__init__(name)
+        self.load = load or {}
+
+    def call(self, request: messages.Request, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        answer, tables = super().call(request, timeout_s)
+        if isinstance(request, messages.Describe):
+            answer = {**answer, "load": [[group, keys] for group, keys in self.load.items()]}
+        if isinstance(request, messages.Flush):
+            answer = {"files": []}
+        return answer, tables
+
+
+class SlowSupply(Supply):
+    """Starts workers only when it is told that they may be ready."""
+
+    def __init__(self, *workers: StandIn) -> None:
+        super().__init__(*workers)
+        self.may_start = threading.Event()
+
+    def start(self) -> Member | None:
+        assert self.may_start.wait(30)
+        return super().start()
+
+
+class FailingSupply(Supply):
+    """Says that it starts workers, and cannot."""
+
+    def start(self) -> Member | None:
+        raise WorkerError("A state worker failed to start. Make room.")
+
+
+def run(coordinator: Coordinator, epoch: int) -> dict[str, Any]:
+    """An epoch in which every worker has sealed what it owns."""
+    coordinator.begin(epoch)
+    access = coordinator.accesses()[1]
+    for position, member in enumerate(coordinator.members):
+        owned = {int(p) for p, o in zip(access.partitions, access.routing.owners, strict=True) if o == position}
+        member.client.sealed = [[1, partition, 0] for partition in sorted(owned)]  # type: ignore[attr-defined]
+    assert coordinator.missing(epoch) == {}
+    return dict(coordinator.commit(epoch))
+
+
+def rescale(coordinator: Coordinator, workers: int | None = None, **other: Any) -> Rescale:
+    return coordinator.rescale(Rescale("test", workers=workers, **other))
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.005)
+
+
+def wait_until_started(coordinator: Coordinator) -> None:
+    wait_until(lambda: not coordinator.cluster.wishes.recruits.starting)
+
+
+def assigns(worker: StandIn) -> list[messages.Assign]:
+    return [request for request in worker.requests if isinstance(request, messages.Assign)]
+
+
+def groups_of(worker: StandIn) -> list[int]:
+    return assigns(worker)[-1].groups
+
+
+def releases(worker: StandIn) -> list[int]:
+    return [request.number for request in worker.requests if isinstance(request, messages.Release)]

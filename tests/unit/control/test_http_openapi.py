@@ -1,0 +1,96 @@
+"""The OpenAPI description is valid, says what the server does, and nothing else."""
+
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openapi_spec_validator import OpenAPIV31SpecValidator
+from starlette.routing import Route
+from tests.unit.control.http_asking import ask
+from tests.unit.control.http_job import MemoryJob
+
+from anabranch.control.http import ControlServer
+from anabranch.control.http_access import Access
+from anabranch.control.http_app import ControlApp
+from anabranch.control.http_endpoints import ENDPOINTS, Endpoint, Field
+from anabranch.control.openapi import SCHEMAS, description
+
+FIELDS = [field for each in ENDPOINTS for field in (*each.in_path, *each.in_query, *each.in_body)]
+
+
+def test_the_description_is_openapi() -> None:
+    OpenAPIV31SpecValidator(description()).validate()  # type: ignore[arg-type]
+
+
+def test_every_route_is_described_and_every_description_has_a_route() -> None:
+    app = ControlApp(MemoryJob(), Access(token="", host="localhost"))
+    routes = {route.path for route in app.routes if isinstance(route, Route)}
+    assert routes == set(description()["paths"])
+    described = {(method.upper(), path) for path, item in description()["paths"].items() for method in item}
+    assert described == {(each.method, each.path) for each in ENDPOINTS}
+    assert len(ENDPOINTS) == len({each.name for each in ENDPOINTS}) == len(described)
+
+
+def test_every_endpoint_has_somebody_to_answer_it() -> None:
+    assert {each.name for each in ENDPOINTS if each.call is None} == {"index", "health", "openapi", "stop"}
+
+
+def test_every_answer_is_described_and_every_schema_used() -> None:
+    assert {each.answer for each in ENDPOINTS} | {"Error"} == set(SCHEMAS)
+
+
+EXAMPLES: dict[str, tuple[str, Any]] = {
+    "scale": ("/scale?stage=3", None),
+    "scale_by_get": ("/scale?stage=3", None),
+    "rescale": ("/rescale", {"workers": 4, "parallelism": 8, "stage": 3}),
+    "join": ("/workers", {"address": "10.0.0.5:7077"}),
+    "drain": ("/workers/worker-1/drain", None),
+    "savepoint": ("/savepoint", {"path": "savepoints/a"}),
+}
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda each: each.name)
+def test_answers_are_as_described(endpoint: Endpoint) -> None:
+    server = ControlServer(MemoryJob(), host="127.0.0.1", port=0, token="", strict_port=True)
+    try:
+        path, body = EXAMPLES.get(endpoint.name, (endpoint.path, None))
+        answer = ask(server.url, endpoint.method, path, body)
+    finally:
+        server.close()
+    operation = description()["paths"][endpoint.path][endpoint.method.lower()]
+    assert answer.status == endpoint.status
+    schema = operation["responses"][str(answer.status)]["content"]["application/json"]["schema"]
+    jsonschema.validate(answer.json, {**schema, "components": description()["components"]})
+    if body is not None:
+        jsonschema.validate(body, operation["requestBody"]["content"]["application/json"]["schema"])
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-1, 70_000),
+    st.floats(allow_nan=False).filter(lambda value: not value.is_integer()),
+    st.text(),
+    st.sampled_from(["a:1", "a:65535", "a:65536", "[::1]:80", "clicks", "x" * 5000]),
+    st.lists(st.integers(), max_size=2),
+)
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+@given(value=VALUES)
+def test_what_a_field_takes_is_what_its_schema_allows(field: Field, value: Any) -> None:
+    """Except that the server is stricter about characters that cannot be printed."""
+    is_allowed = jsonschema.Draft202012Validator(field.schema()).is_valid(value)
+    if isinstance(value, str) and not value.isprintable():
+        assert field.fault(value)
+    else:
+        assert (field.fault(value) is None) == is_allowed
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_examples_and_defaults_are_valid(field: Field) -> None:
+    assert field.fault(field.example) is None
+    assert field.default is None or field.fault(field.default) is None

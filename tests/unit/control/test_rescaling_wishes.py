@@ -1,0 +1,212 @@
+"""What may be asked of a job between epochs: workers that join and leave, parallelism, load, and newer wishes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rescaling import (
+    KEY_GROUPS,
+    LoadedStandIn,
+    Make,
+    SlowSupply,
+    assigns,
+    groups_of,
+    making,
+    rescale,
+    run,
+    wait_until,
+    wait_until_started,
+)
+from worker_stand_in import StandIn, Supply, membership
+
+from anabranch.control.rescale import RescaleState
+from anabranch.core.errors import SettingsError
+from anabranch.core.ids import WorkerId
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    with making(tmp_path) as make:
+        yield make
+
+
+@pytest.fixture
+def one() -> StandIn:
+    return StandIn("one")
+
+
+@pytest.fixture
+def two() -> StandIn:
+    return StandIn("two")
+
+
+@pytest.fixture
+def three() -> StandIn:
+    return StandIn("three")
+
+
+def test_a_worker_that_joins_takes_load(make: Make, one: StandIn, two: StandIn) -> None:
+    coordinator = make(one)
+    run(coordinator, 0)
+    handle = coordinator.cluster.wishes.join(membership(two).all[0])
+    run(coordinator, 1)
+    assert handle.wait(10)
+    assert len(groups_of(two)) == KEY_GROUPS // 2
+    with pytest.raises(SettingsError, match=r"'two' takes part already\. Start this one with another --id"):
+        coordinator.cluster.wishes.join(membership(two).all[0])
+
+
+def test_a_worker_that_waits_to_join_cannot_join_twice(make: Make, one: StandIn, two: StandIn) -> None:
+    coordinator = make(one)
+    coordinator.cluster.wishes.join(membership(two).all[0])
+    with pytest.raises(SettingsError, match="takes part already"):
+        coordinator.cluster.wishes.join(membership(two).all[0])
+
+
+def test_there_are_at_most_as_many_workers_as_key_groups(make: Make, one: StandIn) -> None:
+    coordinator = make(one, supply=Supply())
+    for workers in (0, -1, KEY_GROUPS + 1):
+        with pytest.raises(SettingsError, match=f"{workers} workers are not possible: .* at most {KEY_GROUPS}"):
+            rescale(coordinator, workers)
+    assert not coordinator.cluster.wishes.are_ready
+    for number in range(KEY_GROUPS - 1):
+        coordinator.cluster.wishes.join(membership(StandIn(f"more-{number}")).all[0])
+    with pytest.raises(SettingsError, match="workers are not possible"):
+        coordinator.cluster.wishes.join(membership(StandIn("one-too-many")).all[0])
+
+
+def test_a_job_that_starts_no_workers_says_how_to_add_one(make: Make, one: StandIn) -> None:
+    coordinator = make(one)
+    with pytest.raises(
+        SettingsError, match=r"starts no workers itself, so it cannot have 2\. .*anabranch worker --join"
+    ):
+        rescale(coordinator, 2)
+    assert not coordinator.cluster.wishes.are_ready
+
+
+def test_a_worker_that_is_drained_leaves_and_is_not_replaced(
+    make: Make, one: StandIn, two: StandIn, three: StandIn
+) -> None:
+    supply = Supply(StandIn("nobody asked for this one"))
+    coordinator = make(one, two, three, supply=supply)
+    handle = coordinator.cluster.wishes.drain(WorkerId("one"))
+    again = coordinator.cluster.wishes.drain(WorkerId("one"))
+    run(coordinator, 0)
+    assert handle.wait(10)
+    assert again.wait(10)
+    run(coordinator, 1)
+    assert coordinator.cluster.members.workers == ("two", "three")
+    assert (supply.retired, len(supply.workers)) == (["one"], 1)
+
+
+def test_the_last_worker_and_strangers_cannot_be_drained(make: Make, one: StandIn, two: StandIn) -> None:
+    coordinator = make(one, two)
+    with pytest.raises(SettingsError, match=r"There is no worker 'three' that could leave\. Workers: one, two"):
+        coordinator.cluster.wishes.drain(WorkerId("three"))
+    coordinator.cluster.wishes.drain(WorkerId("one"))
+    with pytest.raises(SettingsError, match="two is the last worker"):
+        coordinator.cluster.wishes.drain(WorkerId("two"))
+
+
+def test_a_worker_that_has_been_told_to_stop_is_drained_once(make: Make, one: StandIn, two: StandIn) -> None:
+    coordinator = make(one, two)
+    for _ in range(3):
+        coordinator.cluster.report_leaving(WorkerId("two"))
+    run(coordinator, 0)
+    assert coordinator.cluster.members.workers == ("one",)
+    coordinator.cluster.report_leaving(WorkerId("one"))  # it is the last one, and stays
+    run(coordinator, 1)
+    assert coordinator.cluster.members.workers == ("one",)
+
+
+# -------------------------------------------------------------------------------- what else changes a route
+
+
+def test_a_change_of_parallelism_alone_moves_nothing(make: Make, one: StandIn, two: StandIn) -> None:
+    coordinator = make(one, two)
+    run(coordinator, 0)
+    route = coordinator.route
+    handle = rescale(coordinator, parallelism={1: 4})
+    run(coordinator, 1)
+    assert handle.wait(10)
+    assert coordinator.route is route
+    assert coordinator.accesses()[1].parallelism == 4
+    assert sorted(set(coordinator.accesses()[1].partitions.tolist())) == [0, 1, 2, 3]
+    assert handle.progress()["groupsMoving"] == 0
+
+
+def test_several_wishes_are_fulfilled_by_one_change(make: Make, one: StandIn, two: StandIn, three: StandIn) -> None:
+    coordinator = make(one, two)
+    run(coordinator, 0)
+    wishes = coordinator.cluster.wishes
+    handles = [
+        wishes.join(membership(three).all[0]),
+        rescale(coordinator, parallelism={1: 6}),
+        wishes.drain(WorkerId("one")),
+    ]
+    run(coordinator, 1)
+    assert all(handle.wait(10) for handle in handles)
+    assert coordinator.cluster.members.workers == ("two", "three")
+    assert [len(assigns(worker)) for worker in (one, two, three)] == [2, 2, 1]
+    assert coordinator.accesses()[1].parallelism == 6
+    assert len(coordinator.changes) == 1
+    assert coordinator.route.version == 1
+
+
+def test_a_rescale_shares_out_the_load_not_only_the_groups(make: Make) -> None:
+    hot, idle = LoadedStandIn("hot", {0: 1000.0, 1: 900.0, 2: 10.0, 3: 10.0}), LoadedStandIn("idle", {5: 10.0})
+    coordinator = make(hot, idle)
+    assert coordinator.route.owners[:4] == ("hot",) * 4
+    handle = rescale(coordinator)
+    run(coordinator, 0)
+    assert handle.wait(10)
+    owners = {coordinator.route.owners[group] for group in (0, 1)}
+    assert owners == {"hot", "idle"}
+    offers = {offer["address"] for offer in assigns(idle)[-1].peers}
+    assert offers == {"hot:1"}
+
+
+def test_a_newer_request_replaces_one_that_still_waits(make: Make, one: StandIn) -> None:
+    supply = SlowSupply(StandIn("two"), StandIn("three"))
+    coordinator = make(one, supply=supply)
+    first, other = rescale(coordinator, 2), rescale(coordinator, parallelism={1: 3})
+    second = rescale(coordinator, 3)
+    assert (first.state, other.state) == (RescaleState.REPLACED, RescaleState.WAITING)
+    assert not first.wait(0)
+    assert "newer" in first.progress()["message"]
+    supply.may_start.set()
+    wait_until_started(coordinator)
+    run(coordinator, 0)
+    assert second.wait(10)
+    assert other.wait(10)
+    assert len(coordinator.cluster.members) == 3
+
+
+def test_a_smaller_request_makes_use_of_no_more_workers_than_it_says(make: Make, one: StandIn, two: StandIn) -> None:
+    supply = SlowSupply(two)
+    coordinator = make(one, supply=supply)
+    rescale(coordinator, 2)
+    handle = rescale(coordinator, 1)
+    supply.may_start.set()
+    wait_until_started(coordinator)
+    run(coordinator, 0)
+    assert handle.wait(10)
+    assert coordinator.route.workers == ("one",)
+    wait_until(lambda: supply.retired == ["two"])
+
+
+def test_without_epochs_a_rescale_takes_effect_only_after_what_spark_has_committed(
+    make: Make, one: StandIn, two: StandIn, tmp_path: Path
+) -> None:
+    coordinator = make(one, supply=Supply(two))
+    run(coordinator, 0)
+    handle = rescale(coordinator, 2)
+    wait_until_started(coordinator)
+    coordinator.change_while_idle()
+    assert handle.state is RescaleState.WAITING
+    (tmp_path / "commits").mkdir(exist_ok=True)
+    (tmp_path / "commits" / "0").write_text("v1\n{}")
+    coordinator.change_while_idle()
+    assert handle.wait(10)
+    assert (coordinator.route.first_epoch, len(groups_of(two))) == (1, KEY_GROUPS // 2)
+    run(coordinator, 1)

@@ -1,0 +1,36 @@
+"""What tests of the stores may ask for: a Redis, started once, and a store of the kind that is being tested."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from anabranch.core.schemas import Layout
+from anabranch.worker.stores import Store, open_store
+from anabranch.worker.stores.redis import RedisConnection, connect
+from redisserver import WholeStore, running_redis
+
+
+@pytest.fixture(scope="session")
+def redis_connection() -> Iterator[RedisConnection]:
+    with running_redis() as server:
+        connection = connect(server.url)
+        yield connection
+        connection.close()
+
+
+@pytest.fixture(params=["memory", "rocksdb", "redis"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def open_kind(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[Layout, int], Store]:
+    """Opens a store for all key groups of a variable."""
+
+    def opened(layout: Layout, key_groups: int) -> Store:
+        if kind == "redis":
+            return WholeStore(layout, key_groups, request.getfixturevalue("redis_connection"))
+        return open_store(kind, layout, key_groups, tmp_path / "db")
+
+    return opened

@@ -1,0 +1,182 @@
+"""What workers bring in the background, how they are paced, what they report, and what they let go of afterwards."""
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from keyed_state import KEY_GROUPS, KEYS, KEYS_OF_GROUP, Entries, entries, group_of
+from state_workers import Driver, MakeDriver, making, owned_by, wait_until
+
+from anabranch.core.errors import WorkerError
+from anabranch.wire import messages
+
+EVEN, ODD = frozenset(range(0, KEY_GROUPS, 2)), frozenset(range(1, KEY_GROUPS, 2))
+
+
+@pytest.fixture(params=["memory", "rocksdb"])
+def store(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeDriver]:
+    with making(tmp_path) as make:
+        yield make
+
+
+@pytest.fixture
+def two(make: MakeDriver) -> Driver:
+    return make("a", "b")
+
+
+def count_rows(model: Mapping[str, Entries]) -> int:
+    return sum(1 + len(each["items"]) + len(each["seen"]) for each in model.values())
+
+
+def rows_in(driver: Driver, groups: Collection[int]) -> int:
+    return count_rows({key: value for key, value in driver.model.items() if group_of(key) in groups})
+
+
+def test_the_old_owner_deletes_what_has_arrived_elsewhere(make: MakeDriver, store: str) -> None:
+    driver = make("a", "b", store=store)
+    as_of = driver.epoch
+    driver.give(owned_by("b", EVEN))
+    driver.run_epoch({})
+    driver.wait_until_all_has_arrived()
+    stays, goes = rows_in(driver, ODD), rows_in(driver, EVEN)
+    assert driver.progress("a")["frozenGroups"] == len(EVEN)
+    wait_until(lambda: driver.rows("a") == stays + goes)  # as soon as the last epoch is merged
+    driver.release()
+    wait_until(lambda: driver.rows("a") == stays)
+    assert driver.rows("b") == goes
+    assert driver.progress("a")["frozenGroups"] == 0
+    with pytest.raises(WorkerError, match="is not here"):
+        driver.fetch_keys("a", KEYS_OF_GROUP[0], as_of=as_of)
+    assert driver.scan_all() == driver.model
+
+
+def test_a_release_of_an_earlier_assignment_means_nothing(make: MakeDriver) -> None:
+    driver = make("a", "b", "c")
+    driver.give(owned_by("b", EVEN))
+    stale = messages.Release(**driver.job, number=driver.number)
+    driver.give(owned_by("c", ODD))
+    for worker in driver.workers.values():
+        worker.ask(stale)
+    driver.begin()
+    assert driver.read(KEYS) == driver.model
+    assert driver.progress("a")["frozenGroups"] == KEY_GROUPS
+    assert driver.workers["a"].local.asked["fetch_keys"] > 0
+
+
+def test_what_is_on_its_way_and_what_came_is_reported(two: Driver) -> None:
+    two.give(owned_by("b", EVEN))
+    keys = [KEYS_OF_GROUP[group][1] for group in EVEN]
+    two.begin()
+    assert two.progress("b") == {
+        "assignment": two.number,
+        "pendingGroups": len(EVEN),
+        "frozenGroups": 0,
+        "fetched_rows": 0,
+        "fetched_bytes": 0,
+        "drained_rows": 0,
+        "drained_bytes": 0,
+    }
+    two.read(keys)
+    fetched = two.progress("b")
+    rows = count_rows(two.expected(keys))
+    assert fetched["fetched_rows"] == rows == two.rows("b")
+    assert fetched["fetched_bytes"] > 8 * rows
+    assert (fetched["pendingGroups"], fetched["drained_rows"]) == (len(EVEN), 0)
+    two.finish()
+    two.wait_until_all_has_arrived()
+    arrived = two.progress("b")
+    assert arrived["drained_rows"] + rows == two.rows("b")
+    assert two.rows("b") == rows_in(two, EVEN)
+    assert two.progress("a")["pendingGroups"] == 0
+
+
+def test_a_drain_keeps_to_its_rows_during_an_epoch_and_goes_on_after_it(two: Driver) -> None:
+    many = [f"many-{n}" for n in range(3000)]
+    two.run_epoch({key: {"total": 1, "items": [], "seen": {}} for key in many})
+    two.give("b")
+    two.begin(drain_rows=600)
+    drained = lambda: two.progress("b")["drained_rows"]  # noqa: E731
+    wait_until(lambda: drained() >= 600)
+    brought = drained()
+    time.sleep(0.3)
+    assert drained() == brought
+    # What the last step brings is not known before: eight key groups of sixteen at most.
+    assert brought <= 600 + 0.6 * len(many)
+    assert two.progress("b")["pendingGroups"] > 0
+    two.finish()
+    two.wait_until_all_has_arrived()
+    assert two.scan_all() == two.model
+
+
+def test_a_drain_rests_during_an_epoch_that_allows_no_rows(two: Driver) -> None:
+    two.give("b")
+    two.begin(drain_rows=0)
+    two.progress("b")
+    time.sleep(0.2)
+    assert two.workers["a"].local.asked["fetch_groups"] == 0
+    two.workers["b"].ask(messages.Abort(**two.numbers))
+    two.wait_until_all_has_arrived("b")
+
+
+def test_groups_that_are_asked_for_most_are_drained_first(two: Driver) -> None:
+    two.give("b")
+    hot = range(KEY_GROUPS - 4, KEY_GROUPS)
+    two.begin()
+    for _ in range(3):
+        two.read([key for group in hot for key in KEYS_OF_GROUP[group]])
+    two.write({})
+    with two.without_drain_from("a") as source:
+        two.commit()
+        wait_until(lambda: source.asked["fetch_groups"] == 1)
+        assert set(hot) <= set(source.fetched_groups)
+        assert len(source.fetched_groups) < KEY_GROUPS
+    two.wait_until_all_has_arrived()
+
+
+def test_a_migration_does_not_sleep(two: Driver) -> None:
+    """It takes as long as its work: a small one is over at once, also the first read of moved keys."""
+    took_s = []
+    for owner in ("b", "a", "b", "a"):
+        begun_s = time.monotonic()
+        two.give(owner)
+        two.begin()
+        assert two.read(KEYS[:8]) == two.expected(KEYS[:8])
+        two.finish()
+        two.wait_until_all_has_arrived(owner)
+        took_s.append(time.monotonic() - begun_s)
+        two.release()
+    assert min(took_s) < 0.4
+
+
+def test_keys_that_epochs_change_again_and_again_are_brought_first(two: Driver) -> None:
+    """Prefetched: the next epoch finds them here, and asks their former owner for none of them."""
+    again = KEYS[::3]
+    for _ in range(4):
+        two.run_epoch({key: entries(two.epoch) for key in again})
+    two.give("b")
+    source = two.workers["a"].local
+    with two.without_drain_from("a"):
+        two.begin(drain_rows=-1)
+        wait_until(lambda: source.asked["recent"] > 0 and source.asked["fetch_groups"] > 0)
+        source.fetched_keys.clear()
+        assert two.read(again) == {key: two.model[key] for key in again}
+        assert source.fetched_keys == []
+
+
+def test_keys_that_no_epoch_changes_twice_are_not_brought_first(two: Driver) -> None:
+    for part in range(4):
+        last = [key for group in range(part, KEY_GROUPS, 4) for key in KEYS_OF_GROUP[group]]
+        two.run_epoch({key: entries(two.epoch) for key in last})
+    two.give("b")
+    source = two.workers["a"].local
+    with two.without_drain_from("a"):
+        two.begin(drain_rows=-1)
+        wait_until(lambda: source.asked["recent"] > 0 and source.asked["fetch_groups"] > 0)
+        assert two.read(last) == {key: two.model[key] for key in last}
+        assert set(source.fetched_keys) == set(last)

@@ -1,0 +1,269 @@
+"""One variable on its way from its former owner: what is fetched, what is drained, and what is never overwritten."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import pytest
+from tests.property.worker.migrating_state import (
+    Change,
+    Checkpoint,
+    Frozen,
+    applied,
+    changes_table,
+    group_of,
+    hash_of,
+    held,
+    keys_table,
+    layout_of,
+    looked_up,
+)
+
+from anabranch.core.errors import AnabranchError, LostWorkerError
+from anabranch.core.schemas import HASH, Op, VariableKind
+from anabranch.worker.layers import VariableState
+from anabranch.worker.migration import Migration
+from anabranch.worker.stores import open_store
+
+GROUPS = 8
+#: The first three share a hash; the next two share a key group with nobody.
+SIBLINGS = ["b", "ba", "b\x00"]
+KEYS = [*SIBLINGS, "c", "f"]
+
+
+class Moving:
+    """State that has been moved to a new owner, and not been brought yet."""
+
+    def __init__(self, folder: Path, kind: VariableKind, rows_per_piece: int = 1) -> None:
+        self.layout = layout_of(kind)
+        self.checkpoint = Checkpoint(folder / "checkpoint", self.layout, GROUPS)
+        self.former, self.state = (
+            VariableState(self.layout, GROUPS, open_store("memory", self.layout, GROUPS, None)) for _ in range(2)
+        )
+        subkeys = (None,) if kind is VariableKind.VALUE else (0, 1, 2)
+        changes: list[Change] = [
+            (Op.PUT, key, subkey, 100 * n + (subkey or 0)) for n, key in enumerate(KEYS) for subkey in subkeys
+        ]
+        self.checkpoint.add(0, changes_table(self.layout, changes))
+        self.former.load(changes_table(self.layout, changes))
+        self.model = applied({}, changes)
+        self.source = Frozen(self.former, rows_per_piece=rows_per_piece)
+        self.migration = Migration(self.state, self.source, self.checkpoint.now(), range(GROUPS), GROUPS)
+
+    def fetch(self, *keys: str) -> None:
+        table = keys_table(self.layout, keys)
+        self.migration.fetch(table.column(HASH).to_numpy(), table)
+
+    def write(self, epoch: int, *changes: Change) -> None:
+        """As a worker does: what is written is fetched first; then it is part of the state, and merged."""
+        table = changes_table(self.layout, changes)
+        self.migration.fetch(table.column(HASH).to_numpy(), table)
+        self.state.add_layer(epoch, table)
+        self.state.fold(epoch)
+        self.model = applied(self.model, changes)
+
+
+@pytest.fixture(params=[VariableKind.VALUE, VariableKind.LIST, VariableKind.MAP])
+def moving(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Moving]:
+    moving = Moving(tmp_path, request.param)
+    yield moving
+    for state in (moving.former, moving.state):
+        state.close()
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> Moving:
+    return Moving(tmp_path, VariableKind.VALUE)
+
+
+def test_the_siblings_have_one_hash_and_the_others_groups_of_their_own() -> None:
+    assert len({hash_of(key) for key in SIBLINGS}) == 1
+    assert len({group_of(key, GROUPS) for key in KEYS}) == 3
+
+
+def test_a_write_to_a_key_that_has_not_arrived_is_not_undone_by_what_arrives_later(moving: Moving) -> None:
+    subkey = None if moving.layout.variable.kind is VariableKind.VALUE else 1
+    moving.write(1, (Op.PUT, "b", subkey, 7))
+    assert looked_up(moving.state, ["b"]) == {"b": moving.model["b"]}
+    moving.migration.drain(range(GROUPS))
+    assert held(moving.state) == moving.model
+
+
+def test_a_key_that_was_deleted_here_does_not_come_back_with_the_drain(moving: Moving) -> None:
+    moving.write(1, (Op.CLEAR, "b", None, None))
+    moving.write(2, (Op.CLEAR, "c", None, None))
+    moving.migration.drain(range(GROUPS))
+    assert held(moving.state) == moving.model
+    assert set(moving.model) == {"ba", "b\x00", "f"}
+
+
+def test_a_fetched_key_does_not_make_its_hash_siblings_look_migrated(moving: Moving) -> None:
+    moving.fetch("b")
+    assert held(moving.state).keys() == {"b"}
+    moving.fetch("ba")
+    assert looked_up(moving.state, ["b", "ba"]) == {key: moving.model[key] for key in ("b", "ba")}
+    moving.migration.drain(range(GROUPS))
+    assert held(moving.state) == moving.model
+
+
+def test_what_a_drain_brings_are_values_not_keys(moving: Moving) -> None:
+    moving.migration.drain(range(GROUPS))
+    assert moving.source.fetched_keys == []
+    assert held(moving.state) == moving.model
+    assert moving.migration.brought.drained_rows == sum(map(len, moving.model.values()))
+
+
+def test_a_key_that_does_not_exist_is_asked_for_once(moving: Moving) -> None:
+    for _ in range(3):
+        moving.fetch("bz", "b")
+    assert sorted(moving.source.fetched_keys) == ["b", "bz"]
+    assert looked_up(moving.state, ["bz"]) == {}
+
+
+def test_only_keys_of_groups_that_are_on_their_way_are_asked_for(moving: Moving) -> None:
+    moving.migration.drain([group_of("b", GROUPS)])
+    moving.fetch(*KEYS)
+    assert sorted(moving.source.fetched_keys) == ["c", "f"]
+
+
+def test_a_key_that_a_task_names_twice_is_there_once(moving: Moving) -> None:
+    moving.fetch("b", "b", "c", "b")
+    assert held(moving.state) == {key: moving.model[key] for key in ("b", "c")}
+
+
+def test_when_the_former_owner_fails_the_checkpoint_takes_its_place(moving: Moving) -> None:
+    subkey = None if moving.layout.variable.kind is VariableKind.VALUE else 2
+    moving.write(1, (Op.PUT, "ba", subkey, 7))
+    moving.source.fails = True
+    moving.fetch("b", "ba")
+    assert looked_up(moving.state, ["b", "ba"]) == {key: moving.model[key] for key in ("b", "ba")}
+    moving.migration.drain(range(GROUPS))
+    assert moving.migration.pending == []
+    assert held(moving.state) == moving.model
+
+
+def test_when_neither_has_the_state_whoever_needs_it_gets_the_error(moving: Moving, tmp_path: Path) -> None:
+    for file in (tmp_path / "checkpoint").rglob("*.parquet"):
+        file.unlink()
+    moving.source.fails = True
+    for call in (lambda: moving.fetch("b"), lambda: moving.migration.drain([group_of("b", GROUPS)])):
+        with pytest.raises(AnabranchError):
+            call()
+    assert group_of("b", GROUPS) in moving.migration.pending
+
+
+def test_groups_that_went_elsewhere_are_not_brought_any_more(moving: Moving) -> None:
+    moving.migration.forget([group_of("b", GROUPS)])
+    moving.migration.drain(range(GROUPS))
+    moving.fetch(*SIBLINGS)
+    assert held(moving.state).keys() == {"c", "f"}
+
+
+def test_what_a_drain_has_in_its_hands_is_dropped_if_its_group_goes_elsewhere(values: Moving) -> None:
+    sent: list[int] = []
+
+    def give_away() -> None:
+        sent.append(1)
+        if len(sent) == 2:
+            values.migration.forget([group_of("b", GROUPS)])
+            values.state.drop_groups([group_of("b", GROUPS)])
+
+    values.source.on_piece = give_away
+    values.migration.drain([group_of("b", GROUPS)])
+    assert len(sent) == 3
+    assert held(values.state) == {}
+
+
+def test_a_write_during_a_drain_is_not_overwritten_by_it(values: Moving) -> None:
+    epochs = iter(range(1, 100))
+
+    def write() -> None:
+        for key in SIBLINGS:
+            values.write(next(epochs), (Op.PUT, key, None, 7))
+
+    values.source.on_piece = write
+    values.migration.drain(range(GROUPS))
+    assert held(values.state) == values.model
+    assert {values.model[key][None] for key in SIBLINGS} == {7}
+
+
+def test_a_second_drain_of_a_group_brings_nothing_after_the_first_is_through(values: Moving) -> None:
+    """A look at the state drains as well: two scans of one group may be under way."""
+    group = group_of("b", GROUPS)
+
+    def overtake() -> None:
+        values.source.on_piece = lambda: None
+        values.migration.drain([group])
+        values.write(1, (Op.PUT, "b", None, 7), (Op.DELETE, "ba", None, None))
+
+    values.source.on_piece = overtake
+    values.migration.drain([group])
+    assert looked_up(values.state, SIBLINGS) == {key: values.model[key] for key in ("b", "b\x00")}
+
+
+def test_a_scan_that_goes_on_after_a_fetch_has_given_up_brings_nothing_old(values: Moving) -> None:
+    """The former owner is slow: it answers one request too late, while another still runs."""
+    failing = threading.Event()
+    fetched = values.source.fetch
+
+    def fetch_or_time_out(keys):  # type: ignore[no-untyped-def]
+        if failing.is_set():
+            raise LostWorkerError("The former owner did not answer in time.")
+        return fetched(keys)
+
+    values.source.fetch = fetch_or_time_out  # type: ignore[method-assign]
+
+    def time_out_once() -> None:
+        if not failing.is_set():
+            failing.set()
+            for key in SIBLINGS:
+                values.write(SIBLINGS.index(key) + 1, (Op.PUT, key, None, 7))
+
+    values.source.on_piece = time_out_once
+    values.migration.drain([group_of("b", GROUPS)])
+    assert looked_up(values.state, SIBLINGS) == {key: {None: 7} for key in SIBLINGS}
+
+
+def test_what_a_scan_brought_after_a_fetch_gave_up_may_be_written_at_once(values: Moving) -> None:
+    """Then the checkpoint must not bring it again."""
+    group = group_of("b", GROUPS)
+    read_again = threading.Event()
+    written = threading.Event()
+    make_origin = values.checkpoint.now()
+
+    class Slow:
+        def __init__(self, groups):  # type: ignore[no-untyped-def]
+            self.origin = make_origin(groups)
+            self.rows = self.origin.rows
+
+        def select(self, selection):  # type: ignore[no-untyped-def]
+            if selection.groups[group] and not selection.groups[group_of("c", GROUPS)]:
+                read_again.set()
+                written.wait(10)
+            return self.origin.select(selection)
+
+    values.migration.redirect(Slow)  # type: ignore[arg-type]
+    fetched = values.source.fetch
+
+    def time_out(_keys):  # type: ignore[no-untyped-def]
+        raise LostWorkerError("The former owner did not answer in time.")
+
+    def give_up() -> None:
+        values.source.on_piece = lambda: None
+        values.source.fetch = time_out  # type: ignore[method-assign]
+        values.fetch("c")
+        values.source.fetch = fetched  # type: ignore[method-assign]
+
+    values.source.on_piece = give_up
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        drain = pool.submit(values.migration.drain, [group])
+        assert read_again.wait(10)
+        write = pool.submit(values.write, 1, (Op.PUT, "b", None, 7))
+        wait([write], timeout=0.3)  # it may have to wait for the drain
+        written.set()
+        drain.result()
+        write.result()
+    values.write(2, (Op.PUT, "ba", None, 8))
+    values.migration.drain(range(GROUPS))
+    assert held(values.state) == values.model
