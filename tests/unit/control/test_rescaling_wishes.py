@@ -154,7 +154,7 @@ def test_several_wishes_are_fulfilled_by_one_change(make: Make, one: StandIn, tw
 
 
 def test_a_rescale_shares_out_the_load_not_only_the_groups(make: Make) -> None:
-    hot, idle = LoadedStandIn("hot", {0: 1000.0, 1: 900.0, 2: 10.0, 3: 10.0}), LoadedStandIn("idle", {5: 10.0})
+    hot, idle = LoadedStandIn("hot", {0: 2000.0, 1: 1800.0, 2: 20.0, 3: 20.0}), LoadedStandIn("idle", {5: 20.0})
     coordinator = make(hot, idle)
     assert coordinator.route.owners[:4] == ("hot",) * 4
     handle = rescale(coordinator)

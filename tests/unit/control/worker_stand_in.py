@@ -42,7 +42,7 @@ class StandIn:
             raise LostWorkerError(f"{self.address} cannot be reached.")
         match request:
             case messages.Health():
-                return {"worker": self.name, "pid": 7, "jobs": sorted(self.jobs)}, {}
+                return {"worker": self.name, "pid": 7, "store": "memory", "jobs": sorted(self.jobs)}, {}
             case messages.OpenJob():
                 self.jobs.add(request.job)
                 return {"worker": self.name, "groups": []}, {}
