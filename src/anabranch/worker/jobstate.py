@@ -244,11 +244,13 @@ class JobState:
         return state.layout.rows, state.scan(request.epoch, self.holdings.groups)
 
     def describe(self) -> dict[str, Any]:
+        """What is here. Rows are those of the key groups that this worker owns; bytes are all that it holds."""
+        frozen = self.holdings.frozen
         return {
             **self.holdings.progress(),
             "load": [[group, load] for group, load in self.holdings.load().items()],
             "variables": [
-                {"stage": stage, "variable": variable, "rows": state.rows(), "bytes": state.bytes()}
+                {"stage": stage, "variable": variable, "rows": state.rows(without=frozen), "bytes": state.bytes()}
                 for (stage, variable), state in sorted(self._states.items())
             ],
         }

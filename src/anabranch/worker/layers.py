@@ -136,15 +136,16 @@ class VariableState:
                 self._layers = tuple(kept.get(layer, layer) for layer in self._layers)
             self._store.drop_groups(groups)
 
-    def rows(self) -> int:
-        """How many entries there are as of the newest layer: exact when all layers are folded.
+    def rows(self, without: Collection[int] = ()) -> int:
+        """How many entries there are as of the newest layer, but for some key groups: exact when all is folded.
 
         What a layer adds is estimated: of a value variable, from a sample of its keys; of a list or map, as puts less
         deletes.
         """
         with self._changed:
             growth = sum(layer.growth for layer in self._layers)
-        return max(self._store.rows() + growth, 0)
+        left_out = self._store.rows(without) if without else 0
+        return max(self._store.rows() + growth - left_out, 0)
 
     def bytes(self) -> int:
         """The memory or disk space held."""

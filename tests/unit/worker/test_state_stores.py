@@ -86,6 +86,13 @@ def test_a_snapshot_has_the_rows_of_the_chosen_key_groups_once(store: Store, lay
     assert content(store, layout, []) == {}
 
 
+def test_rows_are_counted_for_some_key_groups_too(store: Store, layout: Layout) -> None:
+    store.apply(changes(layout, range(200), 1))
+    assert store.rows([3, 4]) == sum(n % KEY_GROUPS in (3, 4) for n in range(200))
+    assert store.rows([]) == 0
+    assert store.rows(range(KEY_GROUPS)) == store.rows() == 200
+
+
 def test_dropped_key_groups_are_gone_and_may_come_back(store: Store, layout: Layout) -> None:
     store.apply(changes(layout, range(200), 1))
     store.drop_groups([0, 1, 2, 15])

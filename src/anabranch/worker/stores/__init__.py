@@ -34,8 +34,8 @@ class Store(Protocol):
     def drop_groups(self, groups: Collection[int]) -> None:
         """Remove all rows of these key groups."""
 
-    def rows(self) -> int:
-        """How many entries there are."""
+    def rows(self, groups: Collection[int] | None = None) -> int:
+        """How many entries there are, of these key groups (None: of all)."""
 
     def size_bytes(self) -> int:
         """The memory or disk space held."""

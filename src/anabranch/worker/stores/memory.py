@@ -78,8 +78,12 @@ class MemoryStore:
             if len(self._table) < self._table.capacity // 2:
                 self._compact()
 
-    def rows(self) -> int:
-        return len(self._table) if self._of_values else self._entries
+    def rows(self, groups: Collection[int] | None = None) -> int:
+        if groups is None:
+            return len(self._table) if self._of_values else self._entries
+        with self._changing:
+            rows = self._rows_of(groups)
+            return len(rows) if self._of_values else sum(map(len, self._table.values(rows)))
 
     def size_bytes(self) -> int:
         with self._in_place.reading():

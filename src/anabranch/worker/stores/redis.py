@@ -101,8 +101,8 @@ class RedisStore:
             self._forget(groups)
             self._rows.remove(dropped)
 
-    def rows(self) -> int:
-        return sum(self._rows.counts(list(self._places.values())))
+    def rows(self, groups: Collection[int] | None = None) -> int:
+        return sum(self._rows.counts(list(self._places.values()) if groups is None else self._in_use(groups)))
 
     def size_bytes(self) -> int:
         """The memory that the key groups in use take in Redis, about."""

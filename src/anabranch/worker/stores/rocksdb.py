@@ -91,8 +91,8 @@ class RocksStore:
                 self._db.delete_range(_group_prefix(first), _group_prefix(end))
                 self._counts[first:end] = 0
 
-    def rows(self) -> int:
-        return int(self._counts.sum())
+    def rows(self, groups: Collection[int] | None = None) -> int:
+        return int((self._counts if groups is None else self._counts[list(groups)]).sum())
 
     def size_bytes(self) -> int:
         names = ("rocksdb.total-sst-files-size", "rocksdb.cur-size-all-mem-tables")
