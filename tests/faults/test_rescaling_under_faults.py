@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -175,9 +174,7 @@ def test_a_source_stands_still_for_longer_than_it_may(live: LiveQuery, leaves: b
                 rescale = None
             wait_until(lambda: query.coordinator.cluster.migrations.to_json(), "the migration has begun")
             os.kill(source.pid, signal.SIGSTOP)
-            stopped_s = time.monotonic()
             live.run(2)
-            stood_still_s = time.monotonic() - stopped_s
             wait_until(lambda: not query.coordinator.cluster.migrations.is_under_way, "all state has moved")
             os.kill(source.pid, signal.SIGCONT)
             live.run(2)
@@ -185,7 +182,6 @@ def test_a_source_stands_still_for_longer_than_it_may(live: LiveQuery, leaves: b
                 assert rescale.state == "done"
             assert {member.worker for member in query.coordinator.members} == {"else-0", "else-2"}
             live.assert_exact()
-            assert stood_still_s < 20
 
 
 def test_a_source_that_answers_again_in_time_is_used(live: LiveQuery) -> None:
