@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pyspark import cloudpickle
@@ -42,6 +44,20 @@ def epochs_of(files: Sequence[Sequence[InputRow]], files_per_epoch: int) -> list
     """What Spark's file source makes of files that are all there from the start."""
     starts = range(0, len(files), files_per_epoch)
     return [[row for file in files[start : start + files_per_epoch] for row in file] for start in starts]
+
+
+def epochs_taken(files: Sequence[Sequence[InputRow]], checkpoint: Path) -> list[list[InputRow]]:
+    """What Spark's file source made of them, one file at a time.
+
+    A driver that dies after the source has noted a file, and before Spark has noted the epoch, leaves that file to the
+    next epoch, which then has two.
+    """
+    epochs, start = [], 0
+    for offsets in sorted((checkpoint / "offsets").glob("[0-9]*"), key=lambda path: int(path.name)):
+        end = int(json.loads(offsets.read_text().splitlines()[-1])["logOffset"]) + 1
+        epochs.append([row for file in files[start:end] for row in file])
+        start = end
+    return epochs
 
 
 @dataclass(frozen=True)

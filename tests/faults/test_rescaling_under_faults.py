@@ -17,7 +17,7 @@ import pytest
 from pyspark.sql import SparkSession
 from soak import crashpoints
 from soak.driver import start, state_of
-from soak.jobs import JOBS, epochs_of, make_files
+from soak.jobs import JOBS, epochs_taken, make_files
 from soak.places import Places, write_json
 from soak.processes import Driver, Processes
 from soak.verdict import judge
@@ -228,6 +228,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> Any:
         return json.load(response)
 
 
+@pytest.mark.slow
 def test_drivers_that_crash_between_two_steps_of_a_rescale_lose_and_double_nothing(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -252,7 +253,7 @@ def test_drivers_that_crash_between_two_steps_of_a_rescale_lose_and_double_nothi
         write_json(places.state, state_of(query, job))
     finally:
         query.stop()
-    assert judge(spark, places, job.model(epochs_of(files, 1))).findings == ()
+    assert judge(spark, places, job.model(epochs_taken(files, places.checkpoint))).findings == ()
 
 
 def ask_for_one_worker(driver: Driver, places: Places) -> None:

@@ -131,6 +131,7 @@ class StreamQuery:
                     raise self._failed_restart
                 if self._running is running:
                     running.let_go()
+                    self._close_control()
                     return ended
 
     def processAllAvailable(self) -> None:

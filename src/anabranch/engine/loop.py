@@ -29,6 +29,8 @@ _MAX_COMPLETION_ROUNDS = 3
 #: How often an epoch is run because workers are lost, before the query fails.
 _MAX_RUNS = 5
 _REMEMBERED_EPOCHS = 1000
+#: In the report of an error, wherever it was raised.
+_LOST = "LostWorkerError"
 _TURN_INTERVAL_MS = 20
 
 
@@ -128,7 +130,8 @@ class EpochLoop:
                 self._coordinator.abort(epoch)
                 if isinstance(error, FencedError | _InterruptedBySparkError):
                     raise
-                if not left or not self._coordinator.recover(epoch):
+                # A task may have failed to reach a worker that is well again by now.
+                if not left or not (self._coordinator.recover(epoch) or _LOST in f"{type(error).__name__}: {error}"):
                     raise
                 logger.warning("epoch %d failed with a lost worker, and runs again", epoch)
 
