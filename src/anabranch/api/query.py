@@ -31,7 +31,8 @@ from anabranch.plan.pipeline import Pipeline
 if TYPE_CHECKING:
     from anabranch.control.http import ControlServer
 
-_WATCH_INTERVAL_S = 0.5
+#: Short, because what changes between two epochs holds up none.
+_WATCH_INTERVAL_S = 0.1
 #: As many as Spark remembers.
 _REMEMBERED_REPORTS = 100
 #: How an error of ours that a task raised begins within Spark's report of it, and what comes after its message.

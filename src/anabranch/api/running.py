@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from py4j.protocol import Py4JError
 from pyspark.sql.streaming.query import StreamingQuery
 
 from anabranch.control.coordinator import Coordinator
@@ -54,9 +55,12 @@ class Running:
         if not self.loop.running.acquire(blocking=False):
             return
         try:
-            self.coordinator.change_while_idle()
+            if self.coordinator.change_while_idle():
+                self.loop.prepare()
         except AnabranchError as error:
             logger.warning("a change among the workers waits for the next epoch: %s", error)
+        except Py4JError as error:
+            logger.info("the next epoch is planned when it comes: %s", error)
         finally:
             self.loop.running.release()
 

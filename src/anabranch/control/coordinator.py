@@ -180,11 +180,13 @@ class Coordinator:
         self.cluster.wishes.rescale(rescale)
         return rescale
 
-    def change_while_idle(self) -> None:
-        """Do what was asked for without waiting for an epoch. The caller makes sure that none runs."""
+    def change_while_idle(self) -> bool:
+        """Do what was asked for without waiting for an epoch; whether there was anything. None may run meanwhile."""
         # Only what Spark has committed may become the start of something new.
-        if self.cluster.wishes.are_ready and last_committed_epoch(self._claimed.spark) == self._machine.committed:
-            self._change(self._machine.committed + 1)
+        if not self.cluster.wishes.are_ready or last_committed_epoch(self._claimed.spark) != self._machine.committed:
+            return False
+        self._change(self._machine.committed + 1)
+        return True
 
     def _return_to_durable_epoch(self) -> None:
         """As a new generation: for the old one, no worker ever goes back."""

@@ -47,6 +47,16 @@ class EpochRun:
             self._templates.remember(variants, self._rows, kept)
         return kept if reads_once else self._materialise(kept)
 
+    def prepare(self) -> None:
+        """Plan for epochs to come, whose rows have the same columns."""
+        if not all(segment.one_to_one for segment in self._segments):
+            return
+        variants = tuple(segment.stage.variant(self._context) for segment in self._segments)
+        if self._templates.apply(self._accesses, variants, self._rows) is None:
+            kept = self._string_together()
+            kept._jdf.queryExecution().executedPlan()
+            self._templates.remember(variants, self._rows, kept)
+
     def complete(self, missing: Mapping[int, frozenset[int]], epoch: TaskEpoch) -> None:
         """Run the missing partitions of the last stage that has any; earlier stages run along with it."""
         if not self._inputs:

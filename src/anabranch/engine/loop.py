@@ -99,6 +99,8 @@ class EpochLoop:
         self._templates = Templates()
         #: Rows and watermark of epochs that are not durable: what they did to the state may have to be done again.
         self._volatile: dict[int, tuple[DataFrame, int | None]] = {}
+        #: The rows of the epoch that ran last.
+        self._latest: tuple[DataFrame, int] | None = None
         self._configured = False
         #: Held while an epoch runs, so that a stop can wait for its end.
         self.running = threading.Lock()
@@ -169,11 +171,20 @@ class EpochLoop:
             run.release()
         figures = self._coordinator.commit(epoch)
         clock.lap("commit")
+        self._latest = rows, epoch
         self._volatile[epoch] = rows, watermark_ms
         for durable in [each for each in self._volatile if each <= self._coordinator.durable_epoch]:
             del self._volatile[durable]
         self.reports.append((epoch, {**figures, "durationMs": clock.laps_ms, "watermarkMs": task_epoch.watermark_ms}))
         logger.info("epoch %d committed: %s", epoch, clock.laps_ms)
+
+    def prepare(self) -> None:
+        """Plan ahead, after the route has changed between epochs. The caller makes sure that none runs."""
+        if self._latest is not None:
+            rows, epoch = self._latest
+            EpochRun(
+                self._segments, rows, self._coordinator.accesses(), self._context(epoch + 1), self._templates
+            ).prepare()
 
     def _context(self, epoch: int) -> EpochContext:
         return EpochContext(
