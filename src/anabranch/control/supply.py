@@ -65,8 +65,8 @@ class Recruits:
             self.wanted = wanted
             missing = wanted - present - self._starting - len(self._ready) if self._supply.can_start else 0
             self._starting += max(0, missing)
-        for _ in range(missing):
-            threading.Thread(target=self._start_one, name="anabranch-recruit", daemon=True).start()
+        if missing > 0:
+            threading.Thread(target=self._start, args=(missing,), name="anabranch-recruit", daemon=True).start()
 
     def add(self, member: Member) -> None:
         """A worker that came by itself."""
@@ -89,6 +89,11 @@ class Recruits:
                 "its checkpoint."
             )
         return member
+
+    def _start(self, count: int) -> None:
+        """One after the other: what a process imports takes a second of a core, which epochs need."""
+        for _ in range(count):
+            self._start_one()
 
     def _start_one(self) -> None:
         member = None
