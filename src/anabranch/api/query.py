@@ -65,6 +65,7 @@ class StreamQuery:
         self._past: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED_REPORTS)
         self._failed_restart: Exception | None = None
         self._server: ControlServer | None = None
+        self._closing = threading.Lock()
         #: The rescale that was asked for last.
         self.last_rescale: Rescale | None = None
 
@@ -314,9 +315,10 @@ class StreamQuery:
         self._close_control()
 
     def _close_control(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
+        with self._closing:  # whoever comes second waits until it is closed, too
+            server, self._server = self._server, None
+            if server is not None:
+                server.close()
 
 
 def _check_number(name: str, number: Any) -> None:
