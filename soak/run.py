@@ -263,7 +263,8 @@ class _Run:
         if victim is None:
             return False
         if kind is Kind.WORKER:
-            return send(victim, signal.SIGKILL)
+            # It must not be taken for one that lives, if the next driver starts right away.
+            return send(victim, signal.SIGKILL) and wait_until(lambda: not is_alive(victim), _LEFT_MAX_S)
         if kind is Kind.LEAVE:
             self._told |= {name for name, worker in self._apart.items() if worker["pid"] == victim.pid}
             return send(victim, signal.SIGTERM)

@@ -172,7 +172,9 @@ def test_state_that_goes_round_and_round_waits_for_nobody(make: MakeDriver, capl
         driver.give(owned_by(owner, EVEN))
     driver.begin()
     assert driver.read(KEYS) == driver.model
-    assert not fell_back(caplog)  # as those do that wait in vain
+    assert driver.workers["c"].local.holdings.progress()["fetched_rows"] > 0
+    # The worker that the state only passed through may turn to the checkpoint: its source has taken the state back.
+    assert "did not answer" not in caplog.text
     driver.finish()
     driver.wait_until_all_has_arrived("c")
     assert driver.scan_all() == driver.model
