@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pyspark.sql import SparkSession
 
 from anabranch.core.errors import AnabranchError
+
+_FILE_MANAGER = "spark.sql.streaming.checkpointFileManagerClass"
+_FILE_SYSTEM_BASED = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
 
 
 def qualified(spark: SparkSession, path: str, *, what: str, error: type[AnabranchError]) -> str:
@@ -20,3 +25,20 @@ def qualified(spark: SparkSession, path: str, *, what: str, error: type[Anabranc
         reason = str(getattr(failure, "java_exception", failure)).splitlines()[0]
         raise error(f"{what} {path!r} cannot be used: {reason}. Use another location.") from None
     return text
+
+
+@contextmanager
+def fast_log_files(spark: SparkSession, location: str) -> Iterator[None]:
+    """Queries that start meanwhile on a checkpoint of the local file system write Spark's own logs without a fork.
+
+    By default Spark sets the permissions of each file with the command ``chmod``, which takes longer than all else
+    that is done for a small epoch. Both ways write a temporary file and rename it. A user's own choice stays.
+    """
+    if not location.startswith("file:") or spark.conf.get(_FILE_MANAGER, None) is not None:
+        yield
+        return
+    spark.conf.set(_FILE_MANAGER, _FILE_SYSTEM_BASED)
+    try:
+        yield
+    finally:
+        spark.conf.unset(_FILE_MANAGER)

@@ -13,7 +13,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from anabranch.api.locations import qualified
+from anabranch.api.locations import fast_log_files, qualified
 from anabranch.api.query import StreamQuery, explained
 from anabranch.api.running import Running
 from anabranch.checkpoint import rewind
@@ -187,7 +187,8 @@ def _start_spark(
         writer = writer.trigger(**trigger)
     if name is not None:
         writer = writer.queryName(name)
-    return writer.start()
+    with fast_log_files(rows.sparkSession, location):
+        return writer.start()
 
 
 def _check_one_query_per_checkpoint(spark: SparkSession, location: str) -> None:
