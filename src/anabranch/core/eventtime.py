@@ -1,4 +1,4 @@
-"""Where a stage's key holds its event time."""
+"""Where rows of state hold the time at which they are due."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pyarrow.compute as pc
 
 @dataclass(frozen=True)
 class EventTime:
-    """A key column, or a field of a struct column, such as a window's end."""
+    """A column, or a field of a struct column, such as a window's end."""
 
     column: str
     field: str
 
     def of(self, rows: pa.Table | pa.RecordBatch) -> pa.Array:
-        """The event times in microseconds."""
+        """The times: in microseconds, if they are timestamps."""
         column = rows.column(self.column)
         if isinstance(column, pa.ChunkedArray):
             column = column.combine_chunks()
@@ -24,6 +24,6 @@ class EventTime:
             column = pc.struct_field(column, self.field)
         return column.cast(pa.int64())
 
-    def is_over(self, rows: pa.Table | pa.RecordBatch, up_to_us: int) -> pa.Array:
-        """For each row whether its event time is not after a time; a row without one is never over."""
-        return pc.fill_null(pc.less_equal(self.of(rows), up_to_us), False)
+    def is_over(self, rows: pa.Table | pa.RecordBatch, up_to: int) -> pa.Array:
+        """For each row whether its time is not after another; a row without one is never over."""
+        return pc.fill_null(pc.less_equal(self.of(rows), up_to), False)

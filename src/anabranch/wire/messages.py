@@ -139,8 +139,8 @@ class Read(EpochRequest):
     groups: list[int]
     #: Also answer with every other row of these groups (complete output mode).
     rest: bool = False
-    #: Also answer with the keys of these groups whose event time is over: [key column, its field or "", time in us].
-    expired: list[Any] = field(default_factory=list)
+    #: Also answer with the rows of these groups that are due: Expiry as JSON, at most one for each state variable.
+    expired: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

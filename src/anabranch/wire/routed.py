@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,18 @@ Tables = dict[str, pa.Table]
 
 @dataclass(frozen=True)
 class Expiry:
-    """Which keys are over: those whose event time, a key column or a field of one, is not after a time."""
+    """Which rows of a state variable are due: those in which a time is not after another one.
 
+    The time is in a column of the variable's rows, of its key, sub-key or value, or in a field of one (else ""): a
+    timestamp, which counts in microseconds, or a number that counts as the reader likes. A null is never due.
+    """
+
+    variable: str
     column: str
     field: str
-    up_to_us: int
+    up_to: int
+    #: Whether key groups of which some state is still on its way are waited for. Else their rows are found later.
+    whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Answers:
     found: Tables
     #: All other rows of the partition's key groups, if they were asked for.
     rest: Tables
-    #: Rows of the partition's key groups whose event time is over, if they were asked for.
+    #: Rows of the partition's key groups that are due, if they were asked for.
     expired: Tables
 
 
@@ -91,13 +98,13 @@ class RoutedState:
         """The entries of `keys` in every state variable; INDEX is the row number in `keys`."""
         return self.ask(keys).found
 
-    def ask(self, keys: pa.Table, *, rest: bool = False, expiry: Expiry | None = None) -> Answers:
-        """As `read`, and in the same exchange the other rows of the partition, or those that are over."""
+    def ask(self, keys: pa.Table, *, rest: bool = False, expiries: Sequence[Expiry] = ()) -> Answers:
+        """As `read`, and in the same exchange the other rows of the partition, or those that are due."""
         routing = self._routing()
         involved = self._involved(routing)
         split = dict(self._split(routing, involved, keys))
         parts = self._on_each(
-            involved, lambda worker: self._ask(routing, worker, keys, split.get(worker, _NOTHING), rest, expiry)
+            involved, lambda worker: self._ask(routing, worker, keys, split.get(worker, _NOTHING), rest, expiries)
         )
         return Answers(
             found=_merge([part.found for part in parts], ordered=True),
@@ -122,7 +129,7 @@ class RoutedState:
         keys: pa.Table,
         rows: npt.NDArray[np.int64] | None,
         rest: bool,
-        expiry: Expiry | None,
+        expiries: Sequence[Expiry],
     ) -> Answers:
         access = self._access
         mine = keys if rows is None else keys.take(rows)
@@ -136,9 +143,9 @@ class RoutedState:
                 epoch=self._epoch,
                 run=self._run,
                 stage=access.stage.number,
-                groups=groups if rest or expiry else [],
+                groups=groups if rest or expiries else [],
                 rest=rest,
-                expired=[expiry.column, expiry.field, expiry.up_to_us] if expiry and start == 0 else [],
+                expired=[asdict(expiry) for expiry in expiries] if start == 0 else [],
             )
             _, tables = self._client(routing, worker).call(request, {KEYS: chunk})
             found = _named(tables, "")

@@ -1,4 +1,4 @@
-"""Which key groups may hold keys whose event time is over: a look for them need not read all state each time."""
+"""Which key groups may hold keys that are due: a look for them need not read all state each time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExpiryIndex:
         self._event_time = event_time
         self._key_groups = key_groups
         #: Never above the true minimum, so that no key is overlooked. Nothing is known about restored state.
-        self._earliest_us: npt.NDArray[np.int64] = np.full(key_groups, _UNKNOWN, dtype=np.int64)
+        self._earliest: npt.NDArray[np.int64] = np.full(key_groups, _UNKNOWN, dtype=np.int64)
 
     @property
     def event_time(self) -> EventTime:
@@ -35,23 +35,23 @@ class ExpiryIndex:
             return
         times = self._event_time.of(changes).fill_null(_NEVER).to_numpy()
         groups = key_groups_of(changes.column(HASH).to_numpy(), self._key_groups)
-        np.minimum.at(self._earliest_us, groups, times)
+        np.minimum.at(self._earliest, groups, times)
 
-    def candidates(self, groups: Collection[int], up_to_us: int) -> list[int]:
+    def candidates(self, groups: Collection[int], up_to: int) -> list[int]:
         """Those of the groups that may hold keys up to this time."""
         wanted = np.fromiter(groups, dtype=np.int64, count=len(groups))
-        return [int(group) for group in wanted[self._earliest_us[wanted] <= up_to_us]]
+        return [int(group) for group in wanted[self._earliest[wanted] <= up_to]]
 
-    def split(self, batches: Sequence[pa.RecordBatch], scanned: Collection[int], up_to_us: int) -> list[pa.RecordBatch]:
+    def split(self, batches: Sequence[pa.RecordBatch], scanned: Collection[int], up_to: int) -> list[pa.RecordBatch]:
         """The rows up to this time, out of all rows of the scanned groups; remembers the earliest."""
         # What has expired is still there until its removal is committed, and may have to be found again.
         earliest = np.full(self._key_groups, _NEVER, dtype=np.int64)
         expired = []
         for batch in batches:
             times = self._event_time.of(batch)
-            expired.append(batch.filter(self._event_time.is_over(batch, up_to_us)))
+            expired.append(batch.filter(self._event_time.is_over(batch, up_to)))
             groups = key_groups_of(batch.column(HASH).to_numpy(), self._key_groups)
             np.minimum.at(earliest, groups, times.fill_null(_NEVER).to_numpy())
         chosen = np.fromiter(scanned, dtype=np.int64, count=len(scanned))
-        self._earliest_us[chosen] = earliest[chosen]
+        self._earliest[chosen] = earliest[chosen]
         return expired

@@ -19,7 +19,7 @@ from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.wire import messages
-from anabranch.wire.routed import EXPIRED, REST
+from anabranch.wire.routed import EXPIRED, REST, Expiry
 from anabranch.worker.expiry import ExpiryIndex
 from anabranch.worker.holdings import Holdings, Sources, Variable
 from anabranch.worker.layers import VariableState
@@ -165,25 +165,27 @@ class JobState:
                 self.holdings.complete((request.stage, name), request.groups)
                 rest = list(state.scan(epoch, request.groups, without=keys))
                 answers[REST + name] = pa.Table.from_batches(rest, schema=state.layout.rows)
-            if request.expired:
-                answers[EXPIRED + name] = self._expired((request.stage, name), request, epoch)
+        for document in request.expired:
+            expiry = Expiry(**document)
+            answers[EXPIRED + expiry.variable] = self._expired(expiry, request, epoch)
         return answers
 
-    def _expired(self, variable: Variable, request: messages.Read, epoch: int) -> pa.Table:
-        """Rows whose event time is over. Only groups that may have such rows are scanned."""
-        column, field, up_to_us = request.expired
-        state = self._states[variable]
-        event_time = EventTime(column, field)
+    def _expired(self, expiry: Expiry, request: messages.Read, epoch: int) -> pa.Table:
+        """Rows that are due. Only groups that may have such rows are scanned."""
+        variable = request.stage, expiry.variable
+        state = self.variable(*variable)
+        if expiry.whole:
+            self.holdings.complete(variable, request.groups)
+        event_time = EventTime(expiry.column, expiry.field)
         with self._lock:
             index = self._expiries.get(variable)
             if index is None or index.event_time != event_time:
                 index = self._expiries[variable] = ExpiryIndex(event_time, self.shape.key_groups)
-            # What has not arrived is let go of later: nobody can tell, as rows that are late are dropped before.
             here = frozenset(request.groups) - self.holdings.pending(variable)
-            groups = index.candidates(here, up_to_us)
+            groups = index.candidates(here, expiry.up_to)
         batches = list(state.scan(epoch, groups)) if groups else []
         with self._lock:
-            expired = index.split(batches, groups, up_to_us)
+            expired = index.split(batches, groups, expiry.up_to)
         return pa.Table.from_batches(expired, schema=state.layout.rows)
 
     def checked_changes(self, stage: int, tables: Tables) -> Tables:

@@ -206,10 +206,10 @@ def test_the_rest_and_what_is_over_come_once_for_each_group(monkeypatch: pytest.
     assert sorted(answers.rest["total"].column("k").to_pylist()) == [0, 1, 2, 3]
     assert len(answers.found["total"]) == 7
     assert answers.expired == {}
-    answers = state.ask(keys, expiry=Expiry("k", "", 5))
+    answers = state.ask(keys, expiries=[Expiry("total", "k", "", 5)])
     assert sorted(answers.expired["total"].column("k").to_pylist()) == [-3, -2, -1, 0]
     assert answers.rest == {}
-    assert [len(request.expired) for address, request in workers.reads if address == "a:0"][-2:] == [3, 0]
+    assert [len(request.expired) for address, request in workers.reads if address == "a:0"][-2:] == [1, 0]
     assert state.ask(keys_of([]), rest=True).rest["total"].num_rows == 4
 
 

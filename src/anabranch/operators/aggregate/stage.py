@@ -170,11 +170,11 @@ class _MergeTask:
         expiry = self._expiry(epoch)
         if expiry is not None:
             # Keys that the watermark has passed have been let go of, and must not come back.
-            late = EventTime(expiry.column, expiry.field).is_over(partials, expiry.up_to_us)
+            late = EventTime(expiry.column, expiry.field).is_over(partials, expiry.up_to)
             partials = partials.filter(pc.invert(late))
         keys = partials.select(layout.keys.names)
         if len(partials) or self.complete or expiry:
-            answers = state.ask(keys, rest=self.complete, expiry=expiry)
+            answers = state.ask(keys, rest=self.complete, expiries=[expiry] if expiry else [])
         else:
             answers = Answers({}, {}, {})
         merged = self._merge(partials, answers.found)
@@ -191,7 +191,8 @@ class _MergeTask:
         if self.event_time is None or epoch.watermark_ms is None:
             return None
         position, field = self.event_time
-        return Expiry(self.spec.key.names[position], field, epoch.watermark_ms * 1000)
+        # What has not arrived is let go of later: nobody can tell, as rows that are late are dropped before.
+        return Expiry(VARIABLE, self.spec.key.names[position], field, epoch.watermark_ms * 1000, whole=False)
 
     def _merge(self, partials: pa.Table, answers: Mapping[str, pa.Table]) -> pa.Table:
         answer = answers.get(VARIABLE)
