@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from pyspark.sql import DataFrame
 
 from anabranch.core.schemas import StageSpec
 from anabranch.wire.routed import StageAccess
+
+
+class Clock(Enum):
+    """What can give a stage something to do although no rows have come."""
+
+    NONE = "none"
+    #: The watermark: windows that end, timers, rows that wait for a match.
+    EVENT_TIME = "event time"
+    #: The time of day: timers, state that expires.
+    PROCESSING_TIME = "processing time"
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,10 @@ class StatefulStage(Protocol):
     @property
     def parallelism(self) -> int | None:
         """The number of partitions; None for the job's default."""
+
+    @property
+    def clock(self) -> Clock:
+        """What can give the stage something to do although no rows have come: it then runs without any."""
 
     def project(self, rows: DataFrame) -> DataFrame:
         """The stateless half of the stage, which runs before rows are placed. Works on streaming DataFrames too."""

@@ -16,7 +16,7 @@ from pyspark.sql.types import StructField, StructType
 from anabranch.core.eventtime import EventTime
 from anabranch.core.schemas import HASH, INDEX, Op, StageSpec
 from anabranch.engine.placement import PARTITION, place
-from anabranch.engine.stages import EpochContext
+from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.aggregate.functions import AggregateFunction
@@ -48,6 +48,10 @@ class AggregateStage:
     key_columns: tuple[Column, ...]
     #: The key column with the event time, if there is a watermark on it; its field, for a window.
     event_time: tuple[int, str] | None
+
+    @property
+    def clock(self) -> Clock:
+        return Clock.NONE if self.event_time is None else Clock.EVENT_TIME
 
     def project(self, rows: DataFrame) -> DataFrame:
         """The stateless half: key columns and the inputs of the aggregates, under names of our own."""

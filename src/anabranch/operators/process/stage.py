@@ -13,7 +13,7 @@ from pyspark.sql.types import DoubleType, FloatType, StructField
 
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine.placement import place
-from anabranch.engine.stages import EpochContext
+from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.keys import key_name
@@ -37,6 +37,10 @@ class ProcessStage:
     @property
     def spec(self) -> StageSpec:
         return self.program.spec
+
+    @property
+    def clock(self) -> Clock:
+        return Clock.NONE
 
     def project(self, rows: DataFrame) -> DataFrame:
         keys = [
