@@ -120,7 +120,7 @@ class GroupedStream:
         with bound_columns_explained("groupBy", self._sample.columns):
             stage, sample = build_process(
                 pipeline.stages[-1], self._sample, keys, processor, output,
-                output_mode=output_mode, time_mode=time_mode, initial_state=initial_state,
+                output_mode=output_mode, time_mode=time_mode, initial=initial_state,
                 event_time_column=event_time_column, pandas=pandas,
             )  # fmt: skip
         return self._stream(pipeline.with_stateful(stage), sample)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import pyarrow as pa
+from pyspark.sql import Column
+from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import (
     ArrayType,
@@ -13,6 +15,8 @@ from pyspark.sql.types import (
     BooleanType,
     DataType,
     DateType,
+    DoubleType,
+    FloatType,
     MapType,
     NumericType,
     StringType,
@@ -45,6 +49,14 @@ class StageName(Protocol):
 def key_name(i: int) -> str:
     """The name of a key column inside Spark's plan, where the user's own names may be taken."""
     return f"_key{i}"
+
+
+def normalised_key(column: Column, field: StructField) -> Column:
+    """The key column as Spark compares it: 0.0 and -0.0 are one key, and so are all NaN."""
+    if not isinstance(field.dataType, DoubleType | FloatType):
+        return column
+    zero, nan = F.lit(0.0).cast(field.dataType), F.lit(float("nan")).cast(field.dataType)
+    return F.when(column == 0, zero).when(F.isnan(column), nan).otherwise(column)
 
 
 def check_key_fields(fields: Sequence[StructField]) -> None:
