@@ -14,8 +14,9 @@ from anabranch.operators.process.frame_input import frame_keys, frame_of, slicer
 from anabranch.operators.process.frame_output import FrameOutput
 from anabranch.operators.process.grouping import Groups
 from anabranch.operators.process.program import ROWS_MAX, FrameSettings, Program
-from anabranch.operators.process.task import DueTimer, for_key, run_task, user_error
+from anabranch.operators.process.task import DueTimer, run_task, user_error
 from anabranch.operators.process.timers import LocalTimers
+from anabranch.operators.process.tuples import state_rows
 from anabranch.operators.process.variable import Cursor
 from anabranch.operators.state import StageState
 
@@ -60,8 +61,15 @@ class FrameRunner:
         except AnabranchError:
             raise
         except Exception as error:
-            raise user_error(program, for_key(key), error) from error
+            raise user_error(program, program.place("handleInputRows", key), error) from error
         yield from output.flush()
+
+    def row_keys(self, keys: pa.Table) -> list[tuple[object, ...]]:
+        """Keys as user code sees them with their rows."""
+        return frame_keys(keys, self._program.frames)
+
+    def timer_keys(self, keys: pa.Table) -> list[tuple[object, ...]]:
+        return state_rows(keys)
 
     def expire(self, due: Iterator[DueTimer], timers: LocalTimers) -> Iterator[pa.RecordBatch]:
         handle = self._program.processor.handleExpiredTimer
@@ -78,7 +86,7 @@ class FrameRunner:
         except AnabranchError:
             raise
         except Exception as error:
-            raise user_error(self._program, for_key(key, "handleExpiredTimer"), error) from error
+            raise user_error(self._program, self._program.place("handleExpiredTimer", key), error) from error
         yield from output.flush()
 
     def start(self, prior: Groups, number: int) -> None:
@@ -92,11 +100,11 @@ class FrameRunner:
         except AnabranchError:
             raise
         except Exception as error:
-            raise user_error(self._program, for_key(key, "handleInitialState"), error) from error
+            raise user_error(self._program, self._program.place("handleInitialState", key), error) from error
 
     def _inputs(self, first: int, end: int) -> Iterator[tuple[tuple[object, ...], Iterator[pd.DataFrame]]]:
         groups, settings = self._groups, self._program.frames
-        keys = frame_keys(groups.given_keys.slice(first, end - first), settings)
+        keys = self.row_keys(groups.given_keys.slice(first, end - first))
         offsets = groups.offsets[first : end + 1].tolist()
         rows_max = settings.rows_max if settings.rows_max > 0 else offsets[-1]
         base, rows = offsets[0], offsets[-1] - offsets[0]

@@ -40,6 +40,9 @@ class FrameSettings:
     int_to_decimal: bool = False
     #: spark.sql.execution.pythonUDF.pandas.preferIntExtensionDtype
     prefer_int_extension: bool = False
+    #: As transformWithStateInPandas has it: numbers are 64 bits wide, and types those of the rows of many keys. Else
+    #: frames have the types of their own rows: numbers of an int column are floats only where some are null.
+    widened: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,10 @@ class Program:
     def name(self) -> str:
         """What the user calls it."""
         return type(self.processor).__name__
+
+    def place(self, method: str, key: object) -> str:
+        """Where in user code, for messages."""
+        return f"{method} for key {key!r}"
 
     def times(self, processing_time_ms: int, watermark_ms: int | None) -> TimerValues:
         """What user code gets to know of an epoch's times. A watermark that has not moved is at 0, as in Spark."""

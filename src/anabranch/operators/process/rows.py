@@ -14,8 +14,9 @@ from anabranch.operators.process.columns import python_values, row_class, rows_o
 from anabranch.operators.process.grouping import Groups
 from anabranch.operators.process.program import ROWS_MAX, Program
 from anabranch.operators.process.row_output import RowOutput
-from anabranch.operators.process.task import DueTimer, for_key, run_task, user_error
+from anabranch.operators.process.task import DueTimer, run_task, user_error
 from anabranch.operators.process.timers import LocalTimers
+from anabranch.operators.process.tuples import state_rows
 from anabranch.operators.process.variable import Cursor
 from anabranch.operators.state import StageState
 
@@ -64,9 +65,12 @@ class _RowRunner:
         except AnabranchError:
             raise
         except Exception as error:
-            raise user_error(program, for_key(key), error) from error
+            raise user_error(program, program.place("handleInputRows", key), error) from error
         if yielded:
             yield batch(yielded)
+
+    def timer_keys(self, keys: pa.Table) -> list[tuple[object, ...]]:
+        return state_rows(keys)
 
     def expire(self, due: Iterator[DueTimer], timers: LocalTimers) -> Iterator[pa.RecordBatch]:
         handle = self._program.processor.handleExpiredTimer
@@ -85,7 +89,7 @@ class _RowRunner:
         except AnabranchError:
             raise
         except Exception as error:
-            raise user_error(self._program, for_key(key, "handleExpiredTimer"), error) from error
+            raise user_error(self._program, self._program.place("handleExpiredTimer", key), error) from error
         if yielded:
             yield self._output.batch(yielded)
 
@@ -99,7 +103,7 @@ class _RowRunner:
         except AnabranchError:
             raise
         except Exception as error:
-            raise user_error(self._program, for_key(key, "handleInitialState"), error) from error
+            raise user_error(self._program, self._program.place("handleInitialState", key), error) from error
 
     def _inputs(self, first: int, end: int) -> Iterator[tuple[tuple[object, ...], Iterator[Row]]]:
         groups = self._groups

@@ -13,12 +13,10 @@ import pyarrow as pa
 from pyspark.sql.streaming.stateful_processor import ExpiredTimerInfo, TimerValues
 
 from anabranch.core.errors import AnabranchError, EpochError
-from anabranch.operators.process.columns import row_class, rows_of
 from anabranch.operators.process.grouping import Groups, find_keys, group_rows
 from anabranch.operators.process.local_state import LocalState
 from anabranch.operators.process.program import ROWS_MAX, Program
 from anabranch.operators.process.timers import LocalTimers
-from anabranch.operators.process.tuples import TupleCodec
 from anabranch.operators.process.variable import Cursor
 from anabranch.operators.state import StageState
 
@@ -36,6 +34,10 @@ class Runner(Protocol):
 
     def run(self, first: int, end: int) -> Iterator[pa.RecordBatch]:
         """Runs user code for the keys from first to end, for each of them at its position in the cursor."""
+        ...
+
+    def timer_keys(self, keys: pa.Table) -> list[tuple[object, ...]]:
+        """Keys as user code sees them when a timer fires."""
         ...
 
     def expire(self, due: Iterator[DueTimer], timers: LocalTimers) -> Iterator[pa.RecordBatch]:
@@ -80,7 +82,7 @@ def run_task(
         local.handle.close()
         local.read(state)
         runner = make_runner(program, groups, local.handle.cursor, times)
-        for batch in _work(program, groups, prior, local, runner, due_up_to_ms):
+        for batch in _work(groups, prior, local, runner, due_up_to_ms):
             if held is not None:
                 yield held
             held = batch
@@ -97,7 +99,7 @@ def run_task(
 
 
 def _work(
-    program: Program, groups: Groups, prior: _Prior, local: LocalState, runner: Runner, due_up_to_ms: int | None
+    groups: Groups, prior: _Prior, local: LocalState, runner: Runner, due_up_to_ms: int | None
 ) -> Iterator[pa.RecordBatch]:
     """Window by window: initial state, rows, timers. That timers come after all rows, keys cannot tell."""
 
@@ -105,7 +107,7 @@ def _work(
         if due_up_to_ms is not None:
             known = local.handle.timers("handleExpiredTimer")
             if due := known.due(due_up_to_ms):
-                yield from runner.expire(_due_timers(program, local, first, due), known)
+                yield from runner.expire(_due_timers(local, runner, first, due), known)
 
     for first, end in groups.windows(ROWS_MAX):
         local.begin(first, end)
@@ -120,14 +122,13 @@ def _work(
         local.end()
 
 
-def _due_timers(program: Program, local: LocalState, first: int, due: list[tuple[int, int]]) -> Iterator[DueTimer]:
-    """Timers with their keys. Spark gives these as it gives state: as Rows, with naive times."""
+def _due_timers(local: LocalState, runner: Runner, first: int, due: list[tuple[int, int]]) -> Iterator[DueTimer]:
+    """Timers with their keys."""
     positions = np.unique([position for _, position in due])
-    keys = local.keys.take(pa.array(positions + first)).select(program.spec.key.names).combine_chunks()
-    columns = [column.chunk(0) for column in keys.columns]
-    tuples = TupleCodec(program.spec.key, "key").load(columns, len(positions))
-    rows = dict(zip(positions.tolist(), rows_of(row_class(program.spec.key.names), tuples), strict=True))
-    return ((position, rows[position], ExpiredTimerInfo(expiry_ms)) for expiry_ms, position in due)
+    keys = local.keys.take(pa.array(positions + first))
+    shown = runner.timer_keys(keys.select(keys.column_names[1:]).combine_chunks())
+    key_of = dict(zip(positions.tolist(), shown, strict=True))
+    return ((position, key_of[position], ExpiredTimerInfo(expiry_ms)) for expiry_ms, position in due)
 
 
 class _Prior:
@@ -173,10 +174,6 @@ def user_error(program: Program, where: str, error: Exception) -> EpochError:
         f"{type(error).__name__}: {error}\n{_user_traceback(error)}"
         "Correct the processor or its input and start the query again: it resumes from its checkpoint."
     )
-
-
-def for_key(key: object, method: str = "handleInputRows") -> str:
-    return f"{method} for key {key!r}"
 
 
 def _user_traceback(error: Exception) -> str:
