@@ -39,15 +39,13 @@ def ms(moment: datetime) -> int:
 #: The watermark follows 10 s behind. Keys of which something is due after an epoch have no rows in the next one: Spark
 #: lets it happen in an epoch without rows in between.
 EPOCHS: list[list[tuple[str, datetime, int]]] = [
-    [("a", at(1), 1), ("b", at(2), 2), ("a", at(3), 3), ("n", at(4), 9)],
+    [("a", at(1), 1), ("b", at(2), 2), ("a", at(3), 3)],
     [("a", at(20), 4), ("c", at(15), 5)],
-    [("c", at(26), 6), ("d", at(40), 7)],
-    [("late", at(5), 8), ("d", at(57), 1)],
-    [("z", at(200), 1)],
-    [("tick", at(200), 0)],
+    [("d", at(40), 7)],
+    [("late", at(5), 8), ("z", at(200), 1)],
     [("tick", at(200), 0)],
 ]
-RESTART_AFTER = 3
+RESTART_AFTER = 2
 
 
 class Sessions(StatefulProcessor):
@@ -85,12 +83,12 @@ class Sessions(StatefulProcessor):
         if expiry == 1:
             self.handle.registerTimer(2)  # is due at once, but fires in an epoch to come
         elif n and expiry > 2:
-            self.handle.registerTimer(expiry + 30_000)
+            self.handle.registerTimer(expiry + 300_000)
             self.seen.clear()
         yield self.told(key, f"end {expiry} {[end for (end,) in self.ends.get()]}", n, total, timerValues)
 
     def told(self, key: Any, what: str, n: int, total: int, times: Any) -> Row:
-        timers = list(self.handle.listTimers())
+        timers = sorted(self.handle.listTimers())
         return Row(k=key[0], what=f"{what} {timers} {times.getCurrentWatermarkInMs()}", n=n, total=total)
 
 
@@ -115,7 +113,7 @@ def sum_up(key: Any, frames: Iterator[pd.DataFrame], state: GroupState) -> Itera
     elif total % 2:
         state.remove()
     else:
-        state.update((total, "late"))
+        state.update((total, "again"))
         state.setTimeoutTimestamp(state.getCurrentWatermarkMs() + 20_000)
     yield pd.DataFrame({"told": [told], "total": [total]})
     yield pd.DataFrame()
@@ -171,7 +169,7 @@ def test_event_time_goes_as_in_spark_also_across_a_restart(
         found[engine] = sum((step_by_step(start, feed, list(part)) for part in parts), Counter[str]())
     native, ours = found["spark"], found["anabranch"]
     assert [list((ours - native).elements()), list((native - ours).elements())] == [[], []]
-    assert sum("end 17672" in row or " True " in row for row in native) > 6
+    assert sum("end 17672" in row or " True " in row for row in native) > 4
     assert not any("late'" in row for row in native)
 
 
@@ -221,24 +219,20 @@ def test_state_lives_and_timers_fire_by_the_time_of_day(spark: SparkSession, ora
             feed.add(rows)
             query.processAllAvailable()
             time.sleep(0.01)
-        assert [row["k"] for row in query.state(1, "v_near").collect()] == ["c"]
-        assert sorted(row["k"] for row in query.state(1, "v_far").collect()) == ["a", "b", "c"]
-        assert {row["k"] for row in query.state(1, "l_near").collect()} == {"c"}
-        assert {row["k"] for row in query.state(1, "m_near").collect()} == {"c"}
-        assert sorted(row["k"] for row in query.state(1, "_timers").collect()) == ["a", "a", "b", "c", "c"]
+        # What the last epoch has set may have expired meanwhile; what is older has.
+        for variable in ("v_near", "l_near", "m_near"):
+            assert {row["k"] for row in query.state(1, variable).collect()} <= {"c"}
+        for variable in ("v_far", "v_ever", "l_far"):
+            assert {row["k"] for row in query.state(1, variable).collect()} == {"a", "b", "c"}
+        horizon = time.time() * 1000 + FAR_MS / 2
+        timers = [row["k"] for row in query.state(1, "_timers").collect() if row["expiry_ms"] > horizon]
+        assert sorted(timers) == ["a", "a", "b", "c"]
     finally:
         query.stop()
-    seen: dict[str, list[str]] = {}
-    for epoch in sorted(collector.epochs):
-        for row in sorted(collector.epochs[epoch], key=lambda row: not row["seen"].startswith("[")):
-            seen.setdefault(row["k"], []).append(row["seen"])
-    assert seen == {
-        "a": [
-            "[[False, 0, 0], [False, 0, 0], [False, 0, 0]]",
-            "[[False, 0, 0], [True, 1, 1], [True, 1, 1]]",
-            "timer 3 (1,)",
-            "timer 3 None",
-        ],
-        "b": ["[[False, 0, 0], [False, 0, 0], [False, 0, 0]]", "timer 2 None"],
-        "c": ["[[False, 0, 0], [False, 0, 0], [False, 0, 0]]"],
-    }
+    told = [row for epoch in sorted(collector.epochs) for row in collector.epochs[epoch]]
+    seen = [(row["k"], row["seen"]) for row in told if row["seen"].startswith("[")]
+    nothing = "[[False, 0, 0], [False, 0, 0], [False, 0, 0]]"
+    assert sorted(seen[:2]) == [("a", nothing), ("b", nothing)]
+    assert seen[2:] == [("a", "[[False, 0, 0], [True, 1, 1], [True, 1, 1]]"), ("c", nothing)]
+    fired = Counter(row["k"] for row in told if row["seen"].startswith("timer"))
+    assert (fired["a"], fired["b"]) == (2, 1)
