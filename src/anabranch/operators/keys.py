@@ -51,7 +51,7 @@ def key_name(i: int) -> str:
     return f"_key{i}"
 
 
-def normalised_key(column: Column, field: StructField) -> Column:
+def normalised(column: Column, field: StructField) -> Column:
     """The key column as Spark compares it: 0.0 and -0.0 are one key, and so are all NaN."""
     if not isinstance(field.dataType, DoubleType | FloatType):
         return column

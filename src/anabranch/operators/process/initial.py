@@ -14,7 +14,7 @@ from pyspark.sql.classic.column import Column as ClassicColumn
 from pyspark.sql.types import StructField
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.operators.keys import key_name, normalised_key, nullable_field
+from anabranch.operators.keys import key_name, normalised, nullable_field
 
 _ROW, _INITIAL = "_row", "_initial"
 
@@ -31,7 +31,7 @@ class InitialState:
         """Key columns, and in one of two structs a row of the input or of the initial state."""
         keys = [key_name(i) for i in range(len(key_fields))]
         initial_keys = [
-            normalised_key(column, field).cast(field.dataType).alias(key)
+            normalised(column, field).cast(field.dataType).alias(key)
             for column, field, key in zip(self.key_columns, key_fields, keys, strict=True)
         ]
         values = rows.columns[len(keys) :]

@@ -17,7 +17,7 @@ from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import run_in_tasks
-from anabranch.operators.keys import key_name, normalised_key
+from anabranch.operators.keys import key_name, normalised
 from anabranch.operators.process.initial import InitialState, UnitedRows
 from anabranch.operators.process.program import Program, TimeMode
 from anabranch.operators.state import StageState
@@ -69,7 +69,7 @@ class ProcessStage:
 
     def project(self, rows: DataFrame) -> DataFrame:
         keys = [
-            normalised_key(column, field).alias(key_name(i))
+            normalised(column, field).alias(key_name(i))
             for i, (column, field) in enumerate(zip(self.key_columns, self.key_fields, strict=True))
         ]
         return rows.select(*keys, "*")
