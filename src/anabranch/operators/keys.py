@@ -51,14 +51,6 @@ def key_name(i: int) -> str:
     return f"_key{i}"
 
 
-def normalised(column: Column, field: StructField) -> Column:
-    """The key column as Spark compares it: 0.0 and -0.0 are one key, and so are all NaN."""
-    if not isinstance(field.dataType, DoubleType | FloatType):
-        return column
-    zero, nan = F.lit(0.0).cast(field.dataType), F.lit(float("nan")).cast(field.dataType)
-    return F.when(column == 0, zero).when(F.isnan(column), nan).otherwise(column)
-
-
 def check_key_fields(fields: Sequence[StructField]) -> None:
     """Refuse keys whose equality is not that of their bytes."""
     for field in fields:
@@ -87,6 +79,14 @@ def _check(name: str, kind: DataType) -> None:
             f"The key column {name!r} has the collation {kind.collation}, under which different strings are equal. "
             "Group by a normalised form, for example F.lower(column).cast('string')."
         )
+
+
+def normalised(column: Column, field: StructField) -> Column:
+    """Spark takes 0.0 and -0.0 for one key, and all NaN for one."""
+    if not isinstance(field.dataType, DoubleType | FloatType):
+        return column
+    zero, nan = F.lit(0.0).cast(field.dataType), F.lit(float("nan")).cast(field.dataType)
+    return F.when(column == 0, zero).when(F.isnan(column), nan).otherwise(column)
 
 
 def arrow_schema(fields: Sequence[StructField]) -> pa.Schema:
