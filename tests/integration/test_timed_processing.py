@@ -1,5 +1,6 @@
 """Timers, time-outs, initial state and time to live on Anabranch: what Spark gives, where it can be compared."""
 
+import functools
 import sys
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from streams import Collector, EpochFeed
 
 import anabranch
+from anabranch.core.errors import UnsupportedError
 
 # Tasks run in processes that do not have the tests on their path.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -129,11 +131,14 @@ def summed_up(rows: Any, initial: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def _rocksdb(spark: SparkSession) -> Iterator[None]:
-    """Spark's transformWithState needs its RocksDB store."""
-    name = "spark.sql.streaming.stateStore.providerClass"
+    """Spark's transformWithState needs its RocksDB store, and a process for each partition."""
+    name, partitions = "spark.sql.streaming.stateStore.providerClass", "spark.sql.shuffle.partitions"
+    before = spark.conf.get(partitions)
     spark.conf.set(name, "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider")
+    spark.conf.set(partitions, "1")
     yield
     spark.conf.unset(name)
+    spark.conf.set(partitions, str(before))
 
 
 def step_by_step(start: Callable[[Any], Any], feed: EpochFeed, epochs: list[Any]) -> Counter[str]:
@@ -155,19 +160,17 @@ def test_event_time_goes_as_in_spark_also_across_a_restart(
     spark: SparkSession, oracle: Oracle, tmp_path: Path, query: Any
 ) -> None:
     initial = spark.createDataFrame([("a", 100), ("i", 1000), ("a", 200)], "k string, start long")
-    found = {}
-    for engine in ("spark", "anabranch"):
-        feed = EpochFeed(spark, tmp_path / f"{engine}-input", SCHEMA)
-        rows = feed.stream() if engine == "spark" else anabranch.stream(feed.stream())
-        options = {} if engine == "spark" else oracle.options
 
-        def start(collector: Collector, rows: Any = rows, options: Any = options, engine: str = engine) -> Any:
-            writer = query(rows, initial).writeStream.outputMode("update").foreachBatch(collector)
-            return writer.options(**options).option("checkpointLocation", str(tmp_path / engine)).start()
+    def start(rows: Any, name: str, options: Any, collector: Collector) -> Any:
+        writer = query(rows, initial).writeStream.outputMode("update").foreachBatch(collector)
+        return writer.options(**options).option("checkpointLocation", str(tmp_path / name)).start()
 
-        parts = EPOCHS[:RESTART_AFTER], EPOCHS[RESTART_AFTER:]
-        found[engine] = sum((step_by_step(start, feed, list(part)) for part in parts), Counter[str]())
-    native, ours = found["spark"], found["anabranch"]
+    feed = EpochFeed(spark, tmp_path / "native-input", SCHEMA)
+    native = step_by_step(functools.partial(start, feed.stream(), "native", {}), feed, EPOCHS)
+    feed = EpochFeed(spark, tmp_path / "input", SCHEMA)
+    start_ours = functools.partial(start, anabranch.stream(feed.stream()), "ours", oracle.options)
+    ours = step_by_step(start_ours, feed, EPOCHS[:RESTART_AFTER])
+    ours += step_by_step(start_ours, feed, EPOCHS[RESTART_AFTER:])
     assert [list((ours - native).elements()), list((native - ours).elements())] == [[], []]
     assert sum("end 17672" in row or " True " in row for row in native) > 4
     assert not any("late'" in row for row in native)
@@ -236,3 +239,41 @@ def test_state_lives_and_timers_fire_by_the_time_of_day(spark: SparkSession, ora
     assert seen[2:] == [("a", "[[False, 0, 0], [True, 1, 1], [True, 1, 1]]"), ("c", nothing)]
     fired = Counter(row["k"] for row in told if row["seen"].startswith("timer"))
     assert (fired["a"], fired["b"]) == (2, 1)
+
+
+def test_what_makes_no_sense_is_refused_when_the_query_is_built(spark: SparkSession, tmp_path: Path) -> None:
+    feed = EpochFeed(spark, tmp_path / "input", SCHEMA)
+    rows = anabranch.stream(feed.stream())
+    marked = rows.withWatermark("ts", "10 seconds").groupBy("k")
+    batch = spark.createDataFrame([], "k string, n int")
+
+    def process(
+        grouped: Any = marked, mode: str = "eventTime", output: str = "at timestamp, n int", **more: Any
+    ) -> Any:
+        return grouped.transformWithState(Sessions(), output, "update", mode, **more)
+
+    def apply(grouped: Any = marked, mode: str = "update", timeout: str = "EventTimeTimeout") -> Any:
+        return grouped.applyInPandasWithState(sum_up, "told string, total long", "total long", mode, timeout)
+
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: process(initialState=batch), r"initialState is a DataFrame. Pass a grouped batch DataFrame"),
+        (lambda: process(initialState=feed.stream().groupBy("k")), "initialState is a streaming DataFrame"),
+        (lambda: process(initialState=batch.groupBy("n")), r"grouped by \(int\), and the stream by \(string\)"),
+        (lambda: process(eventTimeColumnName="n"), "eventTimeColumnName 'n' is no timestamp of the output"),
+        (lambda: process(rows.groupBy("k"), eventTimeColumnName="at"), "eventTimeColumnName 'at' needs a watermark"),
+        (lambda: process(mode="processingTime", eventTimeColumnName="at"), "'at' has no meaning"),
+        (lambda: apply(mode="complete"), "outputMode is 'complete'. Use one of append, update"),
+        (lambda: apply(timeout="Never"), "timeoutConf is 'Never'. Use one of NoTimeout, ProcessingTimeTimeout"),
+        (lambda: apply(rows.groupBy("k")), "an event-time time-out needs a watermark"),
+        (lambda: apply(rows.groupBy()), "needs a"),
+        (
+            lambda: apply().writeStream.outputMode("append").option("checkpointLocation", str(tmp_path)).start(),
+            "has outputMode 'update' and the query 'append'. Give both the same",
+        ),
+    ]
+    for build, says in refused:
+        with pytest.raises(UnsupportedError, match=says):
+            build()
+    # Stages after this one go by the column, as they would in Spark.
+    (at_field, _) = process(eventTimeColumnName="at").schema.fields
+    assert at_field.metadata == {"spark.watermarkDelayMs": 10_000}
