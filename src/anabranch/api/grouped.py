@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from pyspark.sql.types import NumericType, StructType
 from anabranch.core.errors import UnsupportedError
 from anabranch.operators.aggregate.build import build_aggregate
 from anabranch.operators.aggregate.functions import sql_of
+from anabranch.operators.groupstate.build import build_group_state
 from anabranch.operators.process.build import build_process
 from anabranch.operators.vectorised.stage import build_vectorised
 from anabranch.operators.vectorised.task import Process
@@ -78,7 +80,7 @@ class GroupedStream:
         initialState: Any = None,
         eventTimeColumnName: str = "",
     ) -> Stream:
-        """Run Spark's own StatefulProcessor on rows, with its state in the state workers."""
+        """Run Spark's own StatefulProcessor on rows, with its state and timers in the state workers."""
         return self._process(
             "transformWithState", statefulProcessor, outputStructType, outputMode, timeMode, initialState,
             eventTimeColumnName, pandas=False,
@@ -93,11 +95,28 @@ class GroupedStream:
         initialState: Any = None,
         eventTimeColumnName: str = "",
     ) -> Stream:
-        """Run Spark's own StatefulProcessor on pandas DataFrames, with its state in the state workers."""
+        """Run Spark's own StatefulProcessor on pandas DataFrames, with its state and timers in the state workers."""
         return self._process(
             "transformWithStateInPandas", statefulProcessor, outputStructType, outputMode, timeMode, initialState,
             eventTimeColumnName, pandas=True,
         )  # fmt: skip
+
+    def applyInPandasWithState(
+        self,
+        func: Callable[..., Iterable[Any]],
+        outputStructType: StructType | str,
+        stateStructType: StructType | str,
+        outputMode: str,
+        timeoutConf: str,
+    ) -> Stream:
+        """Run a function of a key, its pandas DataFrames and a GroupState, with the state in the state workers."""
+        pipeline, keys = self._named(f"applyInPandasWithState({getattr(func, '__name__', type(func).__name__)})")
+        with bound_columns_explained("groupBy", self._sample.columns):
+            stage, sample = build_group_state(
+                pipeline.stages[-1], self._sample, keys, func, outputStructType, stateStructType, outputMode,
+                timeoutConf,
+            )  # fmt: skip
+        return self._stream(pipeline.with_stateful(stage), sample)
 
     def processInArrow(
         self, process: Process, outputStructType: StructType | str, stateStructType: StructType | str
@@ -119,7 +138,7 @@ class GroupedStream:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in ("applyInPandas", "applyInArrow", "applyInPandasWithState", "cogroup", "pivot", "apply"):
+        if name in ("applyInPandas", "applyInArrow", "cogroup", "pivot", "apply"):
             raise UnsupportedError(f"{name} is not supported on a stream. Use transformWithState.")
         raise AttributeError(f"A grouped stream has no method {name!r}.")
 
@@ -139,7 +158,7 @@ class GroupedStream:
         with bound_columns_explained("groupBy", self._sample.columns):
             stage, sample = build_process(
                 pipeline.stages[-1], self._sample, keys, processor, output,
-                output_mode=output_mode, time_mode=time_mode, initial_state=initial_state,
+                output_mode=output_mode, time_mode=time_mode, initial=initial_state,
                 event_time_column=event_time_column, pandas=pandas,
             )  # fmt: skip
         return self._stream(pipeline.with_stateful(stage), sample)

@@ -210,6 +210,7 @@ class EpochLoop:
 
     def _context(self, epoch: int) -> EpochContext:
         return EpochContext(
+            epoch=epoch,
             previous_rows=self._stream.previous_rows(epoch),
             previous_changes=self.reports[-1][1].get("changedRows", 0) if self.reports else 0,
             complete=self._complete,

@@ -26,6 +26,8 @@ class Clock(Enum):
 class EpochContext:
     """The facts of one epoch that a stage's plan may depend on. What only its tasks need is in TaskEpoch."""
 
+    #: The number of the epoch: 0 for the first of all.
+    epoch: int
     #: Rows that the epoch before read, and changes that it made to state; None before the first.
     previous_rows: int | None
     previous_changes: int

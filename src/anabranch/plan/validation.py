@@ -10,6 +10,7 @@ from pyspark.errors import AnalysisException
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.settings import MAX_PARALLELISM
 from anabranch.operators.aggregate.stage import AggregateStage
+from anabranch.operators.process.stage import ProcessStage
 from anabranch.plan.pipeline import Pipeline
 
 OUTPUT_MODES = ("append", "update", "complete")
@@ -48,6 +49,12 @@ def check_output_mode(pipeline: Pipeline, mode: str) -> None:
         raise UnsupportedError(
             "Output mode complete needs an aggregation as the last stateful operation. Use outputMode('update')."
         )
+    for stage in pipeline.stateful_stages:
+        if isinstance(stage, ProcessStage) and stage.output_mode not in (None, mode):
+            raise UnsupportedError(
+                f"Stage {stage.spec.name}: applyInPandasWithState has outputMode {stage.output_mode!r} and the query "
+                f"{mode!r}. Give both the same."
+            )
     if sorts and mode != "complete":
         raise UnsupportedError("Sorting needs outputMode('complete'): otherwise only a part of the result goes out.")
 
