@@ -31,7 +31,8 @@ STATELESS_METHODS = (
 )  # fmt: skip
 #: Sorting makes sense where a whole result goes out: in complete mode, after the last stateful stage.
 SORTING_METHODS = ("orderBy", "sort")
-#: Stateful or not possible on streams; what to do instead.
+_STATEFUL_METHODS = ("groupBy", "agg", "dropDuplicates", "dropDuplicatesWithinWatermark", "distinct")
+#: Not possible on streams; what to do instead.
 REFUSED_METHODS = {
     "limit": "A limit over a whole stream is not supported; limit the rows in foreachBatch.",
     "collect": "A stream has no end; write it with writeStream, for example to the memory sink.",
@@ -166,7 +167,7 @@ class Stream:
             raise UnsupportedError(f"{name} is not available on a stream. {REFUSED_METHODS[name]}")
         if name in self.columns:
             return self._column_of(name)
-        known = [*STATELESS_METHODS, *SORTING_METHODS, *self.columns, "groupBy", "agg", "stage", "writeStream"]
+        known = [*STATELESS_METHODS, *SORTING_METHODS, *self.columns, *_STATEFUL_METHODS, "stage", "writeStream"]
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise AttributeError(f"A stream has neither a method nor a column {name!r}.{hint}")

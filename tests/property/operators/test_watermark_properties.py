@@ -162,6 +162,20 @@ def test_the_first_row_of_a_key_goes_out_until_it_is_forgotten(epochs: list[Epoc
         assert {row[1 : 1 + len(key_schema)] for row in state.rows.values()} == set(model)
 
 
+@given(st.lists(st.lists(KEYS, max_size=8), max_size=3))
+def test_rows_that_are_nothing_but_their_key_go_out_once(epochs: list[list[str | None]]) -> None:
+    key = pa.schema([pa.field("k", pa.string())])
+    spec = StageSpec(StageNumber(1), "d", key, (VariableSpec(SEEN, VariableKind.VALUE, pa.schema([])),))
+    task = DedupTask(spec=spec, columns=(0,), names=("k",), event_time=None, key_time=None, delay_ms=None)
+    state, schema = WindowedState(spec), pa.schema([(HASH, pa.int64()), ("_key0", pa.string())])
+    shown = [
+        row
+        for keys in epochs
+        for row in run_epoch(task, state, [(hash_of((k,)), k) for k in keys], schema, late_s=None, now_s=None)
+    ]
+    assert Counter(shown) == Counter({(k,) for keys in epochs for k in keys})
+
+
 @given(st.lists(st.integers(1, 9), max_size=8))
 @settings(max_examples=50)
 def test_runs_of_any_length_are_merged_in_order(lengths: list[int]) -> None:
@@ -185,4 +199,3 @@ def test_sessions_that_touch_are_one_and_those_of_others_are_not() -> None:
         (1, 5, 9),
     ]
     assert sessions.of_intervals().tolist() == [2, 1, 0, 0]
-
