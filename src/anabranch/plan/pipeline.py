@@ -11,7 +11,7 @@ from anabranch.engine.segments import Operation, Segment
 from anabranch.engine.stages import StatefulStage
 
 #: Spark's mark of a column with a watermark.
-WATERMARK = "spark.watermarkDelayMs"
+_WATERMARK = "spark.watermarkDelayMs"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Pipeline:
     @property
     def has_watermark(self) -> bool:
         """Whether Spark tracks a watermark: the user may have set one before the stream came to us."""
-        return any(WATERMARK in (field.metadata or {}) for field in self.source.schema.fields)
+        return any(_WATERMARK in (field.metadata or {}) for field in self.source.schema.fields)
 
     def with_operation(self, operation: Operation) -> Pipeline:
         """Append a stateless operation: applied at once before the first stateful stage, recorded after it."""

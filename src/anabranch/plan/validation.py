@@ -11,9 +11,11 @@ from anabranch.core.errors import UnsupportedError
 from anabranch.core.settings import MAX_PARALLELISM
 from anabranch.operators.aggregate.stage import AggregateStage
 from anabranch.operators.session.stage import SessionStage
-from anabranch.plan.pipeline import WATERMARK, Pipeline
+from anabranch.plan.pipeline import Pipeline
 
 OUTPUT_MODES = ("append", "update", "complete")
+#: Spark's mark of a column with a watermark.
+_WATERMARK = "spark.watermarkDelayMs"
 
 
 def check_stage_options(name: str, parallelism: int | None, taken: Sequence[str]) -> None:
@@ -74,7 +76,7 @@ def _aggregations(pipeline: Pipeline) -> list[AggregateStage | SessionStage]:
 
 def _check_event_times(stage: AggregateStage | SessionStage) -> None:
     fields = stage.whole.key_fields if isinstance(stage, SessionStage) else stage.key_fields
-    marked = [field.name for field in fields if WATERMARK in (field.metadata or {})]
+    marked = [field.name for field in fields if _WATERMARK in (field.metadata or {})]
     if len(marked) > 1:
         raise UnsupportedError(
             f"The key columns {', '.join(map(repr, marked))} all have a watermark, so it is not clear when a key is "
