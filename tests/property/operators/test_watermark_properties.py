@@ -88,6 +88,7 @@ class SessionModel:
 
 
 @given(epochs_of(), st.booleans())
+@settings(deadline=None)
 def test_sessions_grow_together_and_end_as_in_the_model(epochs: list[Epoch], complete: bool) -> None:
     value = pa.schema([pa.field("end", TIME), *SUMS])
     variable = VariableSpec(SESSIONS, VariableKind.MAP, value, map_key=pa.schema([pa.field("start", TIME)]))
@@ -108,6 +109,7 @@ def test_sessions_grow_together_and_end_as_in_the_model(epochs: list[Epoch], com
 
 
 @given(epochs_of(), st.sampled_from([Emits.OVER, Emits.CHANGED]))
+@settings(deadline=None)
 def test_windows_go_out_when_the_watermark_passes_them(epochs: list[Epoch], emits: Emits) -> None:
     window = pa.struct([pa.field("start", TIME), pa.field("end", TIME)])
     key_schema = pa.schema([pa.field("k", pa.string()), pa.field("window", window)])
@@ -135,6 +137,7 @@ def test_windows_go_out_when_the_watermark_passes_them(epochs: list[Epoch], emit
 
 
 @given(epochs_of(), st.sampled_from(["key", "key and time", "within watermark"]))
+@settings(deadline=None)
 def test_the_first_row_of_a_key_goes_out_until_it_is_forgotten(epochs: list[Epoch], kind: str) -> None:
     within, timed = kind == "within watermark", kind == "key and time"
     key_schema = pa.schema([pa.field("k", pa.string()), *([pa.field("t", TIME)] if timed else [])])
@@ -163,6 +166,7 @@ def test_the_first_row_of_a_key_goes_out_until_it_is_forgotten(epochs: list[Epoc
 
 
 @given(st.lists(st.lists(KEYS, max_size=8), max_size=3))
+@settings(deadline=None)
 def test_rows_that_are_nothing_but_their_key_go_out_once(epochs: list[list[str | None]]) -> None:
     key = pa.schema([pa.field("k", pa.string())])
     spec = StageSpec(StageNumber(1), "d", key, (VariableSpec(SEEN, VariableKind.VALUE, pa.schema([])),))
@@ -177,7 +181,7 @@ def test_rows_that_are_nothing_but_their_key_go_out_once(epochs: list[list[str |
 
 
 @given(st.lists(st.integers(1, 9), max_size=8))
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_runs_of_any_length_are_merged_in_order(lengths: list[int]) -> None:
     texts = [chr(ord("a") + number % 26) for number in range(sum(lengths))]
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
