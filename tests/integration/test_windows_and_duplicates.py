@@ -17,6 +17,7 @@ from anabranch.core.errors import UnsupportedError
 
 START = datetime(2026, 1, 1)
 Query = Callable[[Any], Any]
+SCHEMA = "ts timestamp, k string, v long"
 #: The epoch before which some queries are started again.
 RESTART = 3
 
@@ -46,7 +47,7 @@ EPOCHS = some_epochs()
 
 @pytest.fixture(scope="module")
 def feed(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> EpochFeed:
-    feed = EpochFeed(spark, tmp_path_factory.mktemp("windows") / "input", "ts timestamp, k string, v long")
+    feed = EpochFeed(spark, tmp_path_factory.mktemp("windows") / "input", SCHEMA)
     feed.add(*EPOCHS)
     return feed
 
@@ -106,18 +107,23 @@ def test_the_same_rows_in_the_same_epochs_as_spark(oracle: Oracle, feed: EpochFe
     ],
 )
 def test_a_restart_changes_nothing_and_state_goes_with_the_watermark(
-    spark: SparkSession, oracle: Oracle, feed: EpochFeed, query: Query, mode: str
+    spark: SparkSession, oracle: Oracle, query: Query, mode: str
 ) -> None:
-    native = oracle.native(query, feed.stream(), mode)
     place = oracle.new_folder("restarted")
-    some = EpochFeed(spark, place / "input", feed.schema)
-    result = Result()
-    stream = query(anabranch.stream(some.stream()))
-    writer = stream.writeStream.outputMode(mode).foreachBatch(result).options(**oracle.options)
-    writer = writer.option("checkpointLocation", str(place / "checkpoint"))
+    some = EpochFeed(spark, place / "input", SCHEMA)
+    native, result = Result(), Result()
+
+    def writer_of(rows: Any, into: Result, name: str) -> Any:
+        writer = query(rows).writeStream.outputMode(mode).foreachBatch(into)
+        return writer.option("checkpointLocation", str(place / name))
+
+    spark_writer = writer_of(some.stream(), native, "native")
+    writer = writer_of(anabranch.stream(some.stream()), result, "ours").options(**oracle.options)
     some.add(*EPOCHS[:RESTART])
+    drain(spark_writer)
     drain(writer)
     some.add(*EPOCHS[RESTART:])
+    drain(spark_writer)
     running = writer.trigger(processingTime="0 seconds").start()
     try:
         running.processAllAvailable()
