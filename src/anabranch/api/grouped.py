@@ -16,6 +16,7 @@ from anabranch.operators.aggregate.build import build_aggregate
 from anabranch.operators.aggregate.functions import sql_of
 from anabranch.operators.groupstate.build import build_group_state
 from anabranch.operators.process.build import build_process
+from anabranch.operators.session.build import build_session, session_key
 from anabranch.operators.vectorised.stage import build_vectorised
 from anabranch.operators.vectorised.task import Process
 from anabranch.plan.pipeline import Pipeline
@@ -69,7 +70,9 @@ class GroupedStream:
         pipeline, keys = self._named(f"agg({texts})")
         with bound_columns_explained("groupBy or agg", self._sample.columns):
             stage, sample = build_aggregate(pipeline.stages[-1], self._sample, keys, columns)
-        return self._stream(pipeline.with_stateful(stage), sample)
+            session = session_key(self._sample, keys)
+        stateful = stage if session is None else build_session(stage, session)
+        return self._stream(pipeline.with_stateful(stateful), sample)
 
     def transformWithState(
         self,

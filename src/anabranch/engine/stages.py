@@ -33,6 +33,8 @@ class EpochContext:
     previous_changes: int
     #: Complete output mode: a stage emits all of its state, not only what changed.
     complete: bool
+    #: Append output mode: a row goes out once, when the watermark has passed it and it cannot change any more.
+    append: bool = False
 
 
 class StatefulStage(Protocol):

@@ -8,9 +8,8 @@ import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql.types import ByteType, StructField, StructType
 
-from anabranch.core.errors import UnsupportedError
 from anabranch.core.schemas import MEANING, StageSpec, VariableKind, VariableSpec
-from anabranch.operators.aggregate.functions import AggregateFunction, parse, resolve, sql_of
+from anabranch.operators.aggregate.functions import AggregateFunction, parse, resolve
 from anabranch.operators.aggregate.stage import ALL, VARIABLE, AggregateStage
 from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields
 
@@ -22,7 +21,6 @@ def build_aggregate(
     name: StageName, rows: DataFrame, keys: Sequence[Column], aggregates: Sequence[Column]
 ) -> tuple[AggregateStage, DataFrame]:
     """The stage, and an empty DataFrame with the schema of its result."""
-    _refuse_sessions(keys)
     calls = [parse(column) for column in aggregates]
     result: StructType = rows.groupBy(*keys).agg(*aggregates).schema
     key_fields = result.fields[: len(keys)] or [StructField(ALL, ByteType(), False)]
@@ -58,14 +56,6 @@ def _event_time(key_fields: Sequence[StructField]) -> tuple[int, str] | None:
         if _WATERMARK in (field.metadata or {}):
             return position, "end" if isinstance(field.dataType, StructType) else ""
     return None
-
-
-def _refuse_sessions(keys: Sequence[Column]) -> None:
-    for key in keys:
-        if "session_window(" in sql_of(key):
-            raise UnsupportedError(
-                "Session windows are not supported. Use window(...), or keep sessions with transformWithState."
-            )
 
 
 def _buffer_schema(functions: Sequence[AggregateFunction]) -> pa.Schema:
