@@ -20,7 +20,7 @@ from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.aggregate.functions import AggregateFunction
-from anabranch.operators.aggregate.merge import Merge, merge_columns, null_where_overflowed
+from anabranch.operators.aggregate.merge import How, merge_columns, null_where_overflowed
 from anabranch.operators.keys import key_name, nullable_field
 from anabranch.wire.routed import Answers, Expiry, RoutedState, StageAccess
 
@@ -128,7 +128,7 @@ class AggregateStage:
     def _is_final(self) -> bool:
         """Whether tasks emit the result itself, under its own names, which saves Spark a projection."""
         names = [*(field.name for field in self.key_fields), *(function.output_name for function in self.functions)]
-        plain = all(len(function.buffers) == 1 for function in self.functions)
+        plain = all(function.plain for function in self.functions)
         return plain and bool(self.key_columns) and len(set(names)) == len(names)
 
     @cached_property
@@ -157,7 +157,7 @@ class _MergeTask:
 
     spec: StageSpec
     #: For each buffer how it is merged, and how far on the buffer is that tells whether it has seen a value.
-    merges: tuple[tuple[Merge, int], ...]
+    merges: tuple[tuple[How, int], ...]
     ansi: bool
     complete: bool
     #: The key column with the event time that a watermark passes; its field, for a window.
