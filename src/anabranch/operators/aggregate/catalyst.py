@@ -49,11 +49,23 @@ def rebuilt(expression: Expression, replace: Callable[[Expression], Expression |
     if is_a(expression, REPLACEABLE):
         # Spark works out its replacement when it is made, which needs the types of all parts: so not of new ones.
         return rebuilt(expression.replacement(), replace)
+    if kind(expression) == "With":
+        return rebuilt(_inlined(expression), replace)
     before = children(expression)
     after = [rebuilt(child, replace) for child in before]
     if all(a is b for a, b in zip(before, after, strict=True)):
         return expression
     return with_children(expression, after)
+
+
+def _inlined(expression: Expression) -> Expression:
+    """An expression with the parts that it has given names to in their places, as they need types as well."""
+    definitions = {found.id().id(): found.child() for found in sequence(expression.defs())}
+
+    def definition(part: Expression) -> Expression | None:
+        return definitions.get(part.id().id()) if kind(part) == "CommonExpressionRef" else None
+
+    return rebuilt(expression.child(), definition)
 
 
 def with_children(expression: Expression, parts: Sequence[Expression]) -> Expression:

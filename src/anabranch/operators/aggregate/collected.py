@@ -89,14 +89,16 @@ def percentile(call: Call) -> Parts:
         raise UnsupportedError(
             f"The aggregate {call.text!r} has a frequency, which is not supported. Use percentile without one."
         )
-    backwards, interpolated = function.reverse(), catalyst.kind(function) != "PercentileDisc"
+    backwards, discrete = function.reverse(), catalyst.kind(function) == "PercentileDisc"
+    if discrete and function.legacyCalculation():
+        raise UnsupportedError("percentile_disc is not supported with spark.sql.legacy.percentileDiscCalculation.")
     percentages = catalyst.column(call.parameter(1))
 
     def finish(counts: Column) -> Column:
         ordered = F.reverse(counts) if backwards else counts
 
         def of_all(percentage: Column) -> Column:
-            return _bound(ordered, lambda found: _percentile(found, percentage, interpolated))
+            return _bound(ordered, lambda found: _percentile(found, percentage, discrete))
 
         several = isinstance(call.output, ArrayType)
         value = F.transform(percentages, of_all) if several else of_all(percentages)
@@ -105,14 +107,15 @@ def percentile(call: Call) -> Parts:
     return _counted(call, finish)
 
 
-def _percentile(counts: Column, percentage: Column, interpolated: bool) -> Column:
+def _percentile(counts: Column, percentage: Column, discrete: bool) -> Column:
     total = F.aggregate(counts, F.lit(0).cast("long"), lambda n, entry: n + entry["count"])
+    if discrete:
+        last = F.ceil(total * percentage) - 1
+        return _bound(F.greatest(last, F.lit(0).cast("long")), lambda index: _value_at(counts, index))
 
     def at(position: Column) -> Column:
         lower, higher = F.floor(position), F.ceil(position)
         low, high = (_value_at(counts, index) for index in (lower, higher))
-        if not interpolated:
-            return low
         between = (higher - position) * low + (position - lower) * high
         return F.when((lower == higher) | (low == high), low).otherwise(between)
 
