@@ -3,6 +3,7 @@
 import datetime as dt
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
@@ -76,7 +77,8 @@ def exact() -> list[Column]:
         F.product("i"), F.bool_and("b"), F.bool_or("b"), F.every("b"), F.some("b"), F.count_if("b"),
         F.bit_and("x"), F.bit_or("small"), F.bit_xor("i"),
         F.min_by("s", "u"), F.max_by("pair", "u"), F.expr("max_by(u, struct(d, u))"),
-        F.sort_array(F.collect_list("s")).alias("list"), F.sort_array(F.collect_set("d")), F.sort_array(F.array_agg("i")),
+        F.sort_array(F.collect_list("s")).alias("list"), F.sort_array(F.collect_set("d")),
+        F.sort_array(F.array_agg("i")),
         F.sort_array(F.collect_set("many")).alias("arrays"), F.sort_array(F.expr("collect_list(distinct s)")),
         F.expr("mode(i, true)"), F.expr("mode() within group (order by s desc)"), F.median("d"),
         F.percentile("x", 0.3), F.percentile("m", [0.0, 0.25, 1.0]), F.expr("sum(make_dt_interval(0, x))"),
@@ -174,3 +176,49 @@ def test_expressions_of_aggregates(spark: SparkSession, oracle: Oracle, epochs: 
 
 def test_synopses_of_few_values(spark: SparkSession, oracle: Oracle, epochs: list[Any]) -> None:
     check(spark, oracle, epochs, lambda rows: rows.groupBy("k").agg(*synopses()), "complete")
+
+
+def test_first_and_last_are_of_the_first_and_last_epoch(spark: SparkSession, oracle: Oracle) -> None:
+    feed = EpochFeed(spark, oracle.new_folder("input") / "files", "k string, v int")
+    feed.add([("a", None), ("b", 1)], [("a", 2), ("b", 2), ("c", 3)], [("a", 4), ("b", None), ("c", 5)])
+    columns = [F.first("v"), F.last("v"), F.first("v", True), F.last("v", True), F.any_value("v", True)]
+    found = oracle.ours(lambda rows: rows.groupBy("k").agg(*columns), feed.stream(), "complete")
+    last = {row[0]: tuple(row)[1:] for row in found.epochs[2]}
+    assert last == {"a": (None, 4, 2, 4, 2), "b": (1, None, 1, 2, 1), "c": (3, 5, 3, 5, 3)}
+
+
+def test_errors_of_synopses_are_within_their_bounds(spark: SparkSession, oracle: Oracle) -> None:
+    """100,000 values in four epochs: all different in x, and in z the more frequent the smaller."""
+    folder = oracle.new_folder("input") / "files"
+    feed = EpochFeed(spark, folder, "x long, z long")
+    chance = random.Random(3)
+    values = [(x, int(1 / (chance.random() + 1e-4))) for x in range(100_000)]
+    chance.shuffle(values)
+    feed.add(*[values[first : first + 25_000] for first in range(0, 100_000, 25_000)])
+    quantiles = F.array(*[F.lit(p) for p in (0.01, 0.5, 0.99)])
+    columns = [
+        F.approx_count_distinct("x"),
+        F.hll_sketch_estimate(F.hll_sketch_agg("x")),
+        F.theta_sketch_estimate(F.theta_sketch_agg("x")),
+        F.kll_sketch_get_quantile_bigint(F.kll_sketch_agg_bigint("x"), quantiles),
+        F.kll_sketch_get_quantile_double(F.kll_sketch_agg_double("x"), quantiles),
+        F.percentile_approx("x", [0.01, 0.5, 0.99], 1000),
+        F.expr("approx_top_k(z, 5, 128)"),
+        F.count_min_sketch("z", F.lit(0.001), F.lit(0.99), F.lit(1)),
+    ]
+    found = oracle.ours(lambda rows: rows.agg(*columns), feed.stream(), "complete")
+    (distinct, hll, theta, longs, doubles, percentiles, top, counters) = found.epochs[3][0]
+    # Three standard deviations.
+    assert distinct == pytest.approx(100_000, rel=3 * 1.04 / math.sqrt(512))
+    assert hll == pytest.approx(100_000, rel=3 * 0.83 / math.sqrt(4096) * 1.25)
+    assert theta == pytest.approx(100_000, rel=3 / math.sqrt(4096 - 1))
+    assert longs == pytest.approx([1_000, 50_000, 99_000], abs=0.0265 * 100_000)
+    assert doubles == pytest.approx([1_000, 50_000, 99_000], abs=0.0265 * 100_000)
+    assert percentiles == pytest.approx([1_000, 50_000, 99_000], abs=2 * 100_000 / 1000)
+    true = Counter(z for _, z in values)
+    assert [entry["item"] for entry in top] == [z for z, _ in true.most_common(5)]
+    assert all(abs(entry["count"] - true[entry["item"]]) <= 4.5 / 128 * 100_000 for entry in top)
+    java: Any = spark.sparkContext._jvm
+    sketch = java.org.apache.spark.util.sketch.CountMinSketch.readFrom(bytes(counters))
+    assert sketch.totalCount() == 100_000
+    assert all(0 <= sketch.estimateCount(z) - true[z] <= 0.001 * 100_000 for z in (1, 2, 3, 10, 100))
