@@ -13,7 +13,7 @@ from pyspark.sql.types import NumericType, StructType
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.operators.aggregate.build import build_aggregate
-from anabranch.operators.aggregate.functions import sql_of
+from anabranch.operators.aggregate.catalyst import sql_of
 from anabranch.operators.groupstate.build import build_group_state
 from anabranch.operators.process.build import build_process
 from anabranch.operators.session.build import build_session, session_key
@@ -141,7 +141,12 @@ class GroupedStream:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in ("applyInPandas", "applyInArrow", "cogroup", "pivot", "apply"):
+        if name == "pivot":
+            raise UnsupportedError(
+                "pivot is not supported on a stream: its columns would follow from the data. Aggregate conditions "
+                "instead, for example F.sum(F.when(F.col('kind') == 'a', F.col('value'))).alias('a')."
+            )
+        if name in ("applyInPandas", "applyInArrow", "cogroup", "apply"):
             raise UnsupportedError(f"{name} is not supported on a stream. Use transformWithState.")
         raise AttributeError(f"A grouped stream has no method {name!r}.")
 
@@ -200,8 +205,6 @@ class GroupedStream:
 
 
 def _named_function(function: str, column: str) -> Column:
-    makers = {"count": F.count, "sum": F.sum, "avg": F.avg, "mean": F.avg, "min": F.min, "max": F.max}
-    maker = makers.get(function.lower())
-    if maker is None:
-        raise UnsupportedError(f"The aggregate {function!r} is not supported. Supported are {', '.join(makers)}.")
-    return maker(column)
+    """An aggregate by its name in SQL; Spark calls the average so whatever the user calls it."""
+    name = {"mean": "avg", "average": "avg"}.get(function.lower(), function)
+    return F.count(column) if name.lower() == "count" else F.call_function(name, F.col(column))

@@ -67,10 +67,10 @@ def check_output_mode(pipeline: Pipeline, mode: str) -> None:
         raise UnsupportedError(
             "Output mode complete needs an aggregation as the last stateful operation. Use outputMode('update')."
         )
-    for stage in pipeline.stateful_stages:
-        if isinstance(stage, ProcessStage) and stage.output_mode not in (None, mode):
+    for each in pipeline.stateful_stages:
+        if isinstance(each, ProcessStage) and each.output_mode not in (None, mode):
             raise UnsupportedError(
-                f"Stage {stage.spec.name}: applyInPandasWithState has outputMode {stage.output_mode!r} and the query "
+                f"Stage {each.spec.name}: applyInPandasWithState has outputMode {each.output_mode!r} and the query "
                 f"{mode!r}. Give both the same."
             )
     if sorts and mode != "complete":

@@ -21,7 +21,7 @@ from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.aggregate.functions import AggregateFunction
-from anabranch.operators.aggregate.merge import Merge, merge_columns, null_where_overflowed
+from anabranch.operators.aggregate.merge import How, merge_columns, null_where_overflowed
 from anabranch.operators.keys import key_name, nullable_field
 from anabranch.operators.matching import rows_of_other_keys
 from anabranch.wire.routed import Answers, Expiry, RoutedState, StageAccess
@@ -37,7 +37,7 @@ _REPEATS_TO_COMBINE = 4
 
 
 #: For each buffer how it is merged, and how far on the buffer is that tells whether it has seen a value.
-Merges = tuple[tuple[Merge, int], ...]
+Merges = tuple[tuple[How, int], ...]
 
 
 class Emits(Enum):
@@ -148,7 +148,7 @@ class AggregateStage:
     def _is_final(self) -> bool:
         """Whether tasks emit the result itself, under its own names, which saves Spark a projection."""
         names = [*(field.name for field in self.key_fields), *(function.output_name for function in self.functions)]
-        plain = all(len(function.buffers) == 1 for function in self.functions)
+        plain = all(function.plain for function in self.functions)
         return plain and bool(self.key_columns) and len(set(names)) == len(names)
 
     @cached_property
