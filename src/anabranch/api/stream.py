@@ -12,6 +12,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from anabranch.api.grouped import GroupedStream
+from anabranch.api.joins import check_static_join, is_stream, join_streams
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.segments import Operation
 from anabranch.plan.explain import explain_logical
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 #: DataFrame methods that give another DataFrame and need no state.
 STATELESS_METHODS = (
-    "alias", "coalesce", "crossJoin", "drop", "dropna", "fillna", "filter", "hint", "join", "mapInArrow", "mapInPandas",
-    "melt", "repartition", "repartitionByRange", "replace", "select", "selectExpr", "to", "toDF", "union", "unionAll",
+    "alias", "coalesce", "crossJoin", "drop", "dropna", "fillna", "filter", "hint", "mapInArrow", "mapInPandas", "melt",
+    "repartition", "repartitionByRange", "replace", "select", "selectExpr", "to", "toDF", "union", "unionAll",
     "unionByName", "unpivot", "where", "withColumn", "withColumnRenamed", "withColumns", "withColumnsRenamed",
     "withMetadata", "withWatermark",
 )  # fmt: skip
@@ -128,6 +129,14 @@ class Stream:
         """Aggregate over everything: ``groupBy().agg(...)``."""
         return self.groupBy().agg(*aggregates)
 
+    def join(self, other: Any, on: Any = None, how: str | None = None) -> Stream:
+        """Join with another stream, whose rows wait for each other in the state, or with a static DataFrame."""
+        if is_stream(other):
+            return join_streams(self, other, on, how)
+        check_static_join(how)
+        given = {name: value for name, value in (("on", on), ("how", how)) if value is not None}
+        return self._apply("join", (other,), given)
+
     def transform(self, function: Callable[..., Stream], *arguments: Any, **keywords: Any) -> Stream:
         """Chain a function of streams, as DataFrame.transform does."""
         return function(self, *arguments, **keywords)
@@ -141,7 +150,8 @@ class Stream:
     sort = orderBy
 
     def __getitem__(self, item: str) -> Column:
-        return self._column_of(item)
+        """A column. Before the first stateful operation it is bound to this stream, as a DataFrame's columns are."""
+        return self._column_of(item) if self._pipeline.segments else self._sample[item]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -151,8 +161,8 @@ class Stream:
         if name in REFUSED_METHODS:
             raise UnsupportedError(f"{name} is not available on a stream. {REFUSED_METHODS[name]}")
         if name in self.columns:
-            return self._column_of(name)
-        known = [*STATELESS_METHODS, *SORTING_METHODS, *self.columns, "groupBy", "agg", "stage", "writeStream"]
+            return self[name]
+        known = [*STATELESS_METHODS, *SORTING_METHODS, *self.columns, "groupBy", "agg", "join", "stage", "writeStream"]
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise AttributeError(f"A stream has neither a method nor a column {name!r}.{hint}")
@@ -165,6 +175,8 @@ class Stream:
 
     def _apply(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Stream:
         after_state = bool(self._pipeline.segments)
+        if method == "crossJoin" and is_stream(arguments[0]):
+            raise UnsupportedError("Two streams have no end, and cannot be joined row by row. Use join with a key.")
         plain = tuple(_plain(argument, method, after_state) for argument in arguments)
         named = {name: _plain(value, method, after_state) for name, value in keywords.items()}
         if method == "withWatermark" and after_state:

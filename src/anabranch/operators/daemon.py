@@ -13,6 +13,7 @@ import pyspark.worker  # noqa: F401
 from pyspark.daemon import manager
 
 import anabranch.operators.aggregate.stage
+import anabranch.operators.join.task
 import anabranch.operators.process.stage  # noqa: F401
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from pyspark.errors import AnalysisException
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.settings import MAX_PARALLELISM
 from anabranch.operators.aggregate.stage import AggregateStage
+from anabranch.operators.join.sides import JoinType
+from anabranch.operators.join.stage import JoinStage
 from anabranch.plan.pipeline import Pipeline
 
 OUTPUT_MODES = ("append", "update", "complete")
@@ -38,6 +40,7 @@ def check_output_mode(pipeline: Pipeline, mode: str) -> None:
     if mode not in OUTPUT_MODES:
         raise UnsupportedError(f"Unknown output mode {mode!r}. It can be {', '.join(OUTPUT_MODES)}.")
     aggregates = [stage for stage in pipeline.stateful_stages if isinstance(stage, AggregateStage)]
+    _check_join_mode(pipeline, mode)
     sorts = any(operation.method == "orderBy" for segment in pipeline.segments for operation in segment.after)
     if mode == "append" and aggregates:
         raise UnsupportedError(
@@ -50,6 +53,15 @@ def check_output_mode(pipeline: Pipeline, mode: str) -> None:
         )
     if sorts and mode != "complete":
         raise UnsupportedError("Sorting needs outputMode('complete'): otherwise only a part of the result goes out.")
+
+
+def _check_join_mode(pipeline: Pipeline, mode: str) -> None:
+    for stage in pipeline.stateful_stages:
+        if isinstance(stage, JoinStage) and stage.how is not JoinType.INNER and mode != "append":
+            raise UnsupportedError(
+                f"A {stage.how.value} join of two streams is not supported in output mode {mode}, as in Spark. "
+                "Use outputMode('append')."
+            )
 
 
 @contextmanager
