@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
@@ -176,6 +177,5 @@ def _batches(rows: tuple[Sequence[Row], Sequence[Row]]) -> list[pa.RecordBatch]:
 
 
 def _plain(value: Any) -> Any:
-    return (
-        value if not hasattr(value, "timestamp") else round(np.datetime64(value.replace(tzinfo=None), "ms").astype(int))
-    )
+    """Times as milliseconds."""
+    return round(value.timestamp() * 1000) if isinstance(value, datetime) else value
