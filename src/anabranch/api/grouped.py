@@ -14,6 +14,8 @@ from anabranch.core.errors import UnsupportedError
 from anabranch.operators.aggregate.build import build_aggregate
 from anabranch.operators.aggregate.functions import sql_of
 from anabranch.operators.process.build import build_process
+from anabranch.operators.vectorised.stage import build_vectorised
+from anabranch.operators.vectorised.task import Process
 from anabranch.plan.pipeline import Pipeline
 from anabranch.plan.validation import bound_columns_explained, check_aggregation_input
 
@@ -97,6 +99,23 @@ class GroupedStream:
             eventTimeColumnName, pandas=True,
         )  # fmt: skip
 
+    def processInArrow(
+        self, process: Process, outputStructType: StructType | str, stateStructType: StructType | str
+    ) -> Stream:
+        """Call ``process(keys, rows, state) -> rows, state`` with Arrow tables of all keys of a partition at once.
+
+        ``keys`` has one row for each key of the epoch; ``rows`` has the input, those of a key together and in the order
+        in which they came, with the position of their key in a column ``_key``; ``state`` has one row for each key, all
+        null if there is none. The state that is returned has one row for each key as well, all null to remove it.
+        """
+        return self._vectorised("processInArrow", process, outputStructType, stateStructType, pandas=False)
+
+    def processInPandas(
+        self, process: Process, outputStructType: StructType | str, stateStructType: StructType | str
+    ) -> Stream:
+        """As processInArrow, with pandas DataFrames; whole numbers of the state have pandas' nullable types."""
+        return self._vectorised("processInPandas", process, outputStructType, stateStructType, pandas=True)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -123,6 +142,16 @@ class GroupedStream:
                 output_mode=output_mode, time_mode=time_mode, initial_state=initial_state,
                 event_time_column=event_time_column, pandas=pandas,
             )  # fmt: skip
+        return self._stream(pipeline.with_stateful(stage), sample)
+
+    def _vectorised(
+        self, method: str, process: Process, output: StructType | str, state: StructType | str, *, pandas: bool
+    ) -> Stream:
+        pipeline, keys = self._named(f"{method}({getattr(process, '__name__', type(process).__name__)})")
+        with bound_columns_explained("groupBy", self._sample.columns):
+            stage, sample = build_vectorised(
+                pipeline.stages[-1], self._sample, keys, process, output, state, pandas=pandas
+            )
         return self._stream(pipeline.with_stateful(stage), sample)
 
     def _of_columns(self, function: str, columns: tuple[str, ...]) -> Stream:

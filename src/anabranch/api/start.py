@@ -29,7 +29,9 @@ from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.settings import Settings
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.sinks import Sink
+from anabranch.engine.stages import Clock
 from anabranch.engine.streamfacts import SparkStream
+from anabranch.engine.ticks import Ticks
 from anabranch.plan.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ def start_query(
             coordinator = _start_coordinator(pipeline, settings, location, parallelism, undo)
             stream = SparkStream(has_watermark=pipeline.has_watermark)
             coordinator.cluster.on_loss = lambda _: stream.cancel_jobs()
+            ticks = _make_ticks(pipeline, mode, trigger, undo)
             loop = EpochLoop(
                 pipeline.segments,
                 coordinator,
@@ -65,9 +68,13 @@ def start_query(
                 complete=mode == "complete",
                 shuffle_partitions=default,
                 stream=stream,
+                ticks=ticks,
             )
-            _replay(pipeline, loop, location, stream)
-            query = _start_spark(pipeline, loop, location, trigger, name)
+            rows = pipeline.segments[0].stage.project(pipeline.source) if pipeline.segments else pipeline.source
+            if ticks is not None:
+                rows = ticks.added_to(rows)
+            _replay(rows, loop, location, stream)
+            query = _start_spark(rows, loop, location, trigger, name)
             stream.attach(query)
             return Running(query, loop, coordinator, undo.pop_all().close)
 
@@ -161,13 +168,13 @@ def _find_workers(settings: Settings, workers: EmbeddedWorkers) -> Membership:
     return connect(started, timeout_s=settings.request_timeout_s, token=settings.token)
 
 
-def _replay(pipeline: Pipeline, loop: EpochLoop, location: str, stream: SparkStream) -> None:
+def _replay(rows: DataFrame, loop: EpochLoop, location: str, stream: SparkStream) -> None:
     """Let Spark repeat the epochs that were put aside, one after the other, before it goes on with new ones."""
     spark = Storage(location)
     for epoch in rewind.pending(spark):
         logger.warning("epoch %d is repeated from the offsets that it had", epoch)
         rewind.put_back(spark, epoch)
-        query = _start_spark(pipeline, loop, location, {"once": True}, None)
+        query = _start_spark(rows, loop, location, {"once": True}, None)
         stream.attach(query)
         try:
             query.awaitTermination()
@@ -176,12 +183,23 @@ def _replay(pipeline: Pipeline, loop: EpochLoop, location: str, stream: SparkStr
         rewind.done(spark, epoch)
 
 
+def _make_ticks(pipeline: Pipeline, mode: str, trigger: Mapping[str, Any], undo: contextlib.ExitStack) -> Ticks | None:
+    """Epochs without rows, if any stage has something to do in them."""
+    clocks = {stage.clock for stage in pipeline.stateful_stages} - {Clock.NONE}
+    if mode == "complete":
+        clocks -= {Clock.EVENT_TIME}  # the result keeps everything
+    if not clocks:
+        return None
+    ticks = Ticks()
+    undo.callback(ticks.close)
+    if Clock.PROCESSING_TIME in clocks and not {"once", "availableNow"} & trigger.keys():
+        ticks.keep_wishing()
+    return ticks
+
+
 def _start_spark(
-    pipeline: Pipeline, loop: EpochLoop, location: str, trigger: Mapping[str, Any], name: str | None
+    rows: DataFrame, loop: EpochLoop, location: str, trigger: Mapping[str, Any], name: str | None
 ) -> StreamingQuery:
-    rows = pipeline.source
-    if pipeline.segments:
-        rows = pipeline.segments[0].stage.project(rows)
     writer = rows.writeStream.foreachBatch(loop).option("checkpointLocation", location)
     if trigger:
         writer = writer.trigger(**trigger)

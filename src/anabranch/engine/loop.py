@@ -20,6 +20,7 @@ from anabranch.engine.stages import EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import spare_size_checks
 from anabranch.engine.templates import Templates
+from anabranch.engine.ticks import Ticks
 from anabranch.wire.routed import StageAccess
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,12 @@ class StreamFacts(Protocol):
     def previous_rows(self, epoch: int) -> int | None:
         """How many rows the epoch before this one read; None if that is not known."""
 
+    def is_stopped(self) -> bool:
+        """Whether Spark has been told to stop the query."""
+
+    def has_new_rows(self) -> bool:
+        """Whether the epoch that runs has any input, as far as can be told."""
+
 
 class EpochLoop:
     """Runs as the function of Spark's foreachBatch."""
@@ -89,6 +96,7 @@ class EpochLoop:
         complete: bool,
         shuffle_partitions: int,
         stream: StreamFacts,
+        ticks: Ticks | None = None,
     ) -> None:
         self._segments = segments
         self._coordinator = coordinator
@@ -96,6 +104,8 @@ class EpochLoop:
         self._complete = complete
         self._shuffle_partitions = shuffle_partitions
         self._stream = stream
+        #: Only if a stage has something to do although no rows come.
+        self._ticks = ticks
         self._templates = Templates()
         #: Rows and watermark of epochs that are not durable: what they did to the state may have to be done again.
         self._volatile: dict[int, tuple[DataFrame, int | None]] = {}
@@ -113,6 +123,8 @@ class EpochLoop:
         self._wait_for_turn(rows)
         try:
             self._run_until_it_counts(rows, epoch)
+            if self._ticks is not None:
+                self._ticks.note_epoch(had_rows=self._stream.has_new_rows())
         except Exception as error:
             self.error = error
             raise
@@ -146,6 +158,9 @@ class EpochLoop:
                 jvm.java.lang.Thread.sleep(_TURN_INTERVAL_MS)
             except Py4JJavaError:
                 raise _InterruptedBySparkError from None
+            # Spark interrupts once, and a source may have caught that.
+            if self._stream.is_stopped():
+                raise _InterruptedBySparkError
 
     def _run(self, rows: DataFrame, epoch: int, watermark_ms: int | None) -> None:
         clock = _Stopwatch()

@@ -8,8 +8,11 @@ from typing import Any
 from pyspark.sql.streaming.query import StreamingQuery
 
 from anabranch.core.errors import EpochError
+from anabranch.engine.ticks import TICK
 
 _ATTACH_TIMEOUT_S = 60.0
+#: In the offsets of the ticks, and of no other source.
+_TICK = f'{{"{TICK}":'
 
 
 class SparkStream:
@@ -41,6 +44,22 @@ class SparkStream:
             return None
         rows: int = progress.numInputRows()
         return rows
+
+    def is_stopped(self) -> bool:
+        return self._query is not None and not self._query.isActive()
+
+    def has_new_rows(self) -> bool:
+        """Whether the epoch that runs has input of its own: the offset of a source other than the ticks has moved."""
+        execution = self._handle().streamingQuery()
+        context = execution.getLatestExecutionContext()
+        before, after = context.startOffsets(), context.endOffsets()
+        sources = execution.sources()
+        for position in range(sources.size()):
+            source = sources.apply(position)
+            offset = after.get(source)
+            if offset.isDefined() and not offset.equals(before.get(source)) and _TICK not in offset.get().json():
+                return True
+        return False
 
     def cancel_jobs(self) -> None:
         """Let the tasks that run for the query fail at once, instead of when their requests time out."""

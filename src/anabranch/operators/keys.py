@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import pyarrow as pa
+from pyspark.sql import Column
+from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import (
     ArrayType,
@@ -13,6 +15,8 @@ from pyspark.sql.types import (
     BooleanType,
     DataType,
     DateType,
+    DoubleType,
+    FloatType,
     MapType,
     NumericType,
     StringType,
@@ -75,6 +79,14 @@ def _check(name: str, kind: DataType) -> None:
             f"The key column {name!r} has the collation {kind.collation}, under which different strings are equal. "
             "Group by a normalised form, for example F.lower(column).cast('string')."
         )
+
+
+def normalised(column: Column, field: StructField) -> Column:
+    """Spark takes 0.0 and -0.0 for one key, and all NaN for one."""
+    if not isinstance(field.dataType, DoubleType | FloatType):
+        return column
+    zero, nan = F.lit(0.0).cast(field.dataType), F.lit(float("nan")).cast(field.dataType)
+    return F.when(column == 0, zero).when(F.isnan(column), nan).otherwise(column)
 
 
 def arrow_schema(fields: Sequence[StructField]) -> pa.Schema:

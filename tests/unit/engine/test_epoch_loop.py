@@ -128,11 +128,19 @@ class Output:
 
 
 class Facts:
+    stopped = False
+
     def watermark_ms(self) -> int | None:
         return 5
 
     def previous_rows(self, epoch: int) -> int | None:
         return epoch or None
+
+    def is_stopped(self) -> bool:
+        return self.stopped
+
+    def has_new_rows(self) -> bool:
+        return True
 
 
 def make(
@@ -237,6 +245,25 @@ def test_an_epoch_waits_where_spark_can_interrupt_it_while_the_query_is_being_st
     assert len(waits) == 3
     assert control.journal == []
     assert loop.error is None
+
+
+def test_an_epoch_stops_waiting_when_the_query_is_stopped_though_nobody_interrupts_it() -> None:
+    """Spark interrupts once, and who waits for a source may have caught that."""
+    loop, control = make()
+    waits: list[int] = []
+
+    def sleep(interval_ms: int) -> None:
+        waits.append(interval_ms)
+        loop._stream.stopped = len(waits) == 2  # type: ignore[attr-defined]
+
+    rows = Rows(control.journal)
+    rows.sparkSession._jvm = SimpleNamespace(
+        java=SimpleNamespace(lang=SimpleNamespace(Thread=SimpleNamespace(sleep=sleep)))
+    )
+    with loop.running, pytest.raises(Exception, match=r"java\.lang\.InterruptedException"):
+        loop(rows, 0)  # type: ignore[arg-type]
+    assert len(waits) == 2
+    assert control.journal == []
 
 
 def test_an_epoch_runs_again_when_a_worker_was_lost() -> None:

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import TimerValues
-from pyspark.sql.types import DoubleType, FloatType, StructField
+from pyspark.sql.types import StructField
 
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import run_in_tasks
-from anabranch.operators.keys import key_name
+from anabranch.operators.keys import key_name, normalised
 from anabranch.operators.process.frames import run_frames
 from anabranch.operators.process.program import Program
 from anabranch.operators.process.rows import run_rows
@@ -44,7 +43,7 @@ class ProcessStage:
 
     def project(self, rows: DataFrame) -> DataFrame:
         keys = [
-            _normalised(column, field).alias(key_name(i))
+            normalised(column, field).alias(key_name(i))
             for i, (column, field) in enumerate(zip(self.key_columns, self.key_fields, strict=True))
         ]
         return rows.select(*keys, "*")
@@ -78,11 +77,3 @@ class _ProcessTask:
         del epoch  # timers need it; the supported time mode "none" shows no times to a processor
         run = run_frames if self.pandas else run_rows
         return run(batches, self.program, state, TimerValues())
-
-
-def _normalised(column: Column, field: StructField) -> Column:
-    """Spark takes 0.0 and -0.0 for one key, and all NaN for one."""
-    if not isinstance(field.dataType, DoubleType | FloatType):
-        return column
-    zero, nan = F.lit(0.0).cast(field.dataType), F.lit(float("nan")).cast(field.dataType)
-    return F.when(column == 0, zero).when(F.isnan(column), nan).otherwise(column)

@@ -1,0 +1,101 @@
+"""The stage of a vectorised processor, and how it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyspark import cloudpickle
+from pyspark.sql import Column, DataFrame
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructField, StructType
+
+from anabranch.core.errors import UnsupportedError
+from anabranch.core.schemas import HASH, StageSpec, VariableKind, VariableSpec
+from anabranch.engine.placement import place
+from anabranch.engine.stages import Clock, EpochContext
+from anabranch.engine.tasks import run_in_tasks
+from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields, key_name, normalised
+from anabranch.operators.vectorised.task import KEY, VARIABLE, Process, VectorisedTask
+from anabranch.wire.routed import StageAccess
+
+
+@dataclass(frozen=True)
+class VectorisedStage:
+    """groupBy(keys).processInArrow(function) or processInPandas(function)."""
+
+    spec: StageSpec
+    parallelism: int | None
+    #: Expressions of the key columns; bound to the stage's input.
+    key_columns: tuple[Column, ...]
+    key_fields: tuple[StructField, ...]
+    process: Process
+    output: StructType
+    pandas: bool
+
+    @property
+    def clock(self) -> Clock:
+        return Clock.NONE
+
+    def project(self, rows: DataFrame) -> DataFrame:
+        keys = [
+            normalised(column, field).alias(key_name(i))
+            for i, (column, field) in enumerate(zip(self.key_columns, self.key_fields, strict=True))
+        ]
+        return rows.select(*keys, "*")
+
+    def variant(self, context: EpochContext) -> str:
+        del context
+        return "vectorised"
+
+    def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
+        del context
+        names = [key_name(i) for i in range(len(self.key_fields))]
+        task = VectorisedTask(self.spec, self.process, to_arrow_schema(self.output, timezone="UTC"), self.pandas)
+        return run_in_tasks(place(rows, names, access), access, task, self.output)
+
+    def present(self, variable: str, state: DataFrame) -> DataFrame:
+        """The state with its key; the hash is ours alone."""
+        del variable
+        return state.drop(HASH)
+
+
+def build_vectorised(
+    name: StageName,
+    rows: DataFrame,
+    keys: Sequence[Column],
+    process: Process,
+    output: StructType | str,
+    state: StructType | str,
+    *,
+    pandas: bool,
+) -> tuple[VectorisedStage, DataFrame]:
+    """The stage, and an empty DataFrame with the schema of its result."""
+    method = "processInPandas" if pandas else "processInArrow"
+    if not keys:
+        raise UnsupportedError(f"{method} needs a key: groupBy(column, …).{method}(…).")
+    if not callable(process):
+        raise UnsupportedError(f"{method} needs a function of (keys, rows, state), not a {type(process).__name__}.")
+    try:
+        cloudpickle.dumps(process)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise UnsupportedError(
+            f"{method}: the function cannot be sent to tasks: {error}. Make connections and locks inside it."
+        ) from error
+    key_fields = rows.select(*keys).schema.fields
+    check_key_fields(key_fields)
+    if KEY in rows.columns:
+        raise UnsupportedError(f"The input has a column {KEY!r}, a name that {method} uses itself. Rename it.")
+    spark = rows.sparkSession
+    sample = spark.createDataFrame([], output)
+    fields = spark.createDataFrame([], state).schema.fields
+    if not fields or {field.name for field in fields} & RESERVED:
+        raise UnsupportedError(f"{method}: the state needs fields, other than {', '.join(sorted(RESERVED))}.")
+    spec = StageSpec(
+        number=name.number,
+        name=name.name,
+        key=arrow_schema(key_fields),
+        variables=(VariableSpec(VARIABLE, VariableKind.VALUE, arrow_schema(fields)),),
+    )
+    stage = VectorisedStage(spec, name.parallelism, tuple(keys), tuple(key_fields), process, sample.schema, pandas)
+    return stage, sample

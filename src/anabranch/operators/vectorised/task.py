@@ -1,0 +1,145 @@
+"""What a task does with its partition: one call of the user's function, on columns."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from anabranch.core.errors import EpochError
+from anabranch.core.schemas import INDEX, Op, StageSpec
+from anabranch.engine.taskepoch import TaskEpoch
+from anabranch.operators.process.grouping import Groups, group_rows
+from anabranch.wire.routed import RoutedState
+
+#: The state variable of a vectorised processor.
+VARIABLE = "state"
+#: In front of the rows that the function gets: the position of the row's key in the keys.
+KEY = "_key"
+_MAX_ROWS_PER_BATCH = 65_536
+_FRAMES_MAX = 6
+_NULLABLE = {
+    pa.int8(): pd.Int8Dtype(),
+    pa.int16(): pd.Int16Dtype(),
+    pa.int32(): pd.Int32Dtype(),
+    pa.int64(): pd.Int64Dtype(),
+    pa.bool_(): pd.BooleanDtype(),
+}
+
+Process = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class VectorisedTask:
+    """Travels to the tasks."""
+
+    spec: StageSpec
+    process: Process
+    output: pa.Schema
+    pandas: bool
+
+    def __call__(
+        self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
+    ) -> Iterator[pa.RecordBatch]:
+        del epoch
+        groups = group_rows(batches, self.spec.key)
+        if not len(groups.keys):
+            state.write({})
+            return
+        stored = state.read(groups.keys)[VARIABLE]
+        had, before = self._aligned(stored, len(groups.keys))
+        rows, after = self._call(groups, before)
+        state.write({VARIABLE: self._changes(groups.keys, had, before, after)})
+        yield from rows.combine_chunks().to_batches(_MAX_ROWS_PER_BATCH)
+
+    def _aligned(self, stored: pa.Table, keys: int) -> tuple[npt.NDArray[np.bool_], pa.Table]:
+        """Which keys have state, and the state of each, null where there is none."""
+        positions = np.full(keys, -1, dtype=np.int64)
+        positions[stored.column(INDEX).to_numpy()] = np.arange(len(stored))
+        rows = stored.drop_columns([INDEX]).rename_columns(self._state.names)
+        return positions >= 0, rows.take(pa.array(positions, mask=positions < 0)).combine_chunks()
+
+    def _call(self, groups: Groups, before: pa.Table) -> tuple[pa.Table, pa.Table]:
+        counts = np.diff(groups.offsets)
+        numbers = pa.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+        rows = groups.rows.add_column(0, KEY, numbers)
+        keys = groups.given_keys.rename_columns(self.spec.key.names)
+        try:
+            if self.pandas:
+                given = keys.to_pandas(), rows.to_pandas(), before.to_pandas(types_mapper=_NULLABLE.get)
+            else:
+                given = keys, rows, before
+            result = self.process(*given)
+        except Exception as error:
+            raise EpochError(
+                f"Stage {self.spec.name}: {_name_of(self.process)} failed: {type(error).__name__}: {error}\n"
+                f"{_user_traceback(error)}"
+                "Correct the function or its input and start the query again: it resumes from its checkpoint."
+            ) from error
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise self._wrong(f"returned a {type(result).__name__}", "Return a tuple: the rows to emit, and the state")
+        after = self._table(result[1], self._state, "state")
+        if len(after) != len(keys):
+            raise self._wrong(
+                f"returned {len(after)} rows of state for {len(keys)} keys",
+                "Return one row for each key, in the order of the keys, all null for a key without state",
+            )
+        return self._table(result[0], self.output, "rows"), after
+
+    def _table(self, given: Any, schema: pa.Schema, what: str) -> pa.Table:
+        try:
+            if isinstance(given, pd.DataFrame):
+                return pa.Table.from_pandas(given[schema.names], schema=schema, preserve_index=False)
+            if isinstance(given, pa.RecordBatch):
+                given = pa.Table.from_batches([given])
+            if not isinstance(given, pa.Table):
+                raise TypeError(f"it is a {type(given).__name__}, not a table")
+            return given.select(schema.names).cast(schema).combine_chunks()
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._wrong(
+                f"returned {what} that cannot be used: {error}", f"Return the columns {schema.names} of these types"
+            ) from error
+
+    def _changes(self, keys: pa.Table, had: npt.NDArray[np.bool_], before: pa.Table, after: pa.Table) -> pa.Table:
+        has = np.zeros(len(keys), np.bool_)
+        changed = np.zeros(len(keys), np.bool_)
+        for old, new in zip(before.columns, after.columns, strict=True):
+            has |= new.is_valid().to_numpy()
+            changed |= _differ(old, new)
+        ops = np.where(has, Op.PUT, Op.DELETE).astype(np.int8)
+        chosen = pa.array(np.flatnonzero((has & (changed | ~had)) | (had & ~has)))
+        columns = [keys.column(0), pa.chunked_array([pa.array(ops)]), *keys.columns[1:], *after.columns]
+        return pa.table([column.take(chosen) for column in columns], schema=self.spec.layouts[VARIABLE].changes)
+
+    @property
+    def _state(self) -> pa.Schema:
+        return self.spec.variables[0].value
+
+    def _wrong(self, what: str, advice: str) -> EpochError:
+        return EpochError(f"Stage {self.spec.name}: {_name_of(self.process)} {what}. {advice}.")
+
+
+def _differ(old: pa.ChunkedArray, new: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+    """For each row whether two columns differ; columns that Arrow does not compare count as different."""
+    if pa.types.is_nested(old.type):
+        return np.ones(len(old), np.bool_)
+    differ = pc.fill_null(pc.not_equal(old, new), False).to_numpy()
+    result: npt.NDArray[np.bool_] = differ | (old.is_valid().to_numpy() != new.is_valid().to_numpy())
+    return result
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _user_traceback(error: Exception) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != str(Path(__file__))]
+    return "".join(traceback.format_list(frames[-_FRAMES_MAX:]))
