@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 #: DataFrame methods that give another DataFrame and need no state.
 STATELESS_METHODS = (
-    "alias", "coalesce", "crossJoin", "drop", "dropna", "fillna", "filter", "hint", "mapInArrow", "mapInPandas", "melt",
-    "repartition", "repartitionByRange", "replace", "select", "selectExpr", "to", "toDF", "union", "unionAll",
+    "alias", "coalesce", "crossJoin", "drop", "dropna", "fillna", "filter", "hint", "join", "mapInArrow", "mapInPandas",
+    "melt", "repartition", "repartitionByRange", "replace", "select", "selectExpr", "to", "toDF", "union", "unionAll",
     "unionByName", "unpivot", "where", "withColumn", "withColumnRenamed", "withColumns", "withColumnsRenamed",
     "withMetadata", "withWatermark",
 )  # fmt: skip
@@ -162,7 +162,7 @@ class Stream:
             raise UnsupportedError(f"{name} is not available on a stream. {REFUSED_METHODS[name]}")
         if name in self.columns:
             return self[name]
-        known = [*STATELESS_METHODS, *SORTING_METHODS, *self.columns, "groupBy", "agg", "join", "stage", "writeStream"]
+        known = [*STATELESS_METHODS, *SORTING_METHODS, *self.columns, "groupBy", "agg", "stage", "writeStream"]
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise AttributeError(f"A stream has neither a method nor a column {name!r}.{hint}")
