@@ -14,6 +14,7 @@ from anabranch.core.errors import (
 )
 
 if TYPE_CHECKING:
+    from anabranch.api.enable import disable, enable
     from anabranch.api.query import StreamQuery
     from anabranch.api.stream import Stream, stream
     from anabranch.core.settings import Settings
@@ -33,10 +34,14 @@ __all__ = [
     "UnsupportedError",
     "WorkerError",
     "__version__",
+    "disable",
+    "enable",
     "stream",
 ]
 
 _LAZY = {
+    "disable": "anabranch.api.enable",
+    "enable": "anabranch.api.enable",
     "stream": "anabranch.api.stream",
     "Stream": "anabranch.api.stream",
     "StreamQuery": "anabranch.api.query",

@@ -18,6 +18,8 @@ PUBLIC = [
     "UnsupportedError",
     "WorkerError",
     "__version__",
+    "disable",
+    "enable",
     "stream",
 ]
 

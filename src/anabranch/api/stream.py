@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -97,11 +98,20 @@ class Stream:
         return True
 
     @property
+    def has_state(self) -> bool:
+        """Whether any operation so far keeps state."""
+        return bool(self._pipeline.segments)
+
+    @property
     def writeStream(self) -> StreamWriter:
         """The writer: sink, output mode, trigger, options, as in PySpark."""
         from anabranch.api.writer import StreamWriter
 
         return StreamWriter(self._pipeline, self._sample)
+
+    def on(self, source: DataFrame) -> Stream:
+        """The same stream, of which Spark has made the stateless part itself. There is no state yet."""
+        return Stream(replace(self._pipeline, source=source), source)
 
     def printSchema(self, level: int | None = None) -> None:
         self._sample.printSchema(level)

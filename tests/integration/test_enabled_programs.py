@@ -1,0 +1,123 @@
+"""Programs written for Spark, with one line more; and the vectorised processor on real epochs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.query import StreamingQuery
+from streams import Collector, EpochFeed
+
+import anabranch
+
+EPOCHS = [
+    [("a", 1), ("b", 2), ("a", 3), (None, 1)],
+    [("c", 4), ("a", -5)],
+    [("b", 6), ("b", 7), (None, 8)],
+]
+
+
+@pytest.fixture
+def feed(spark: SparkSession, tmp_path: Path) -> EpochFeed:
+    feed = EpochFeed(spark, tmp_path / "input", "k string, v bigint")
+    feed.add(*EPOCHS)
+    return feed
+
+
+@pytest.fixture
+def enabled(spark: SparkSession) -> Iterator[SparkSession]:
+    spark.conf.set("spark.anabranch.workers", "1")
+    anabranch.enable(spark)
+    yield spark
+    anabranch.disable(spark)
+    spark.conf.unset("spark.anabranch.workers")
+
+
+def program(feed: EpochFeed, folder: Path) -> tuple[Any, Collector]:
+    """As a user of Spark writes it, columns taken from DataFrames included."""
+    edits = feed.stream()
+    doubled = edits.select("k", (edits.v * 2).alias("w"))
+    totals = doubled.filter(doubled.w > 2).groupBy(doubled.k).agg(F.sum("w").alias("total"), F.count("*").alias("n"))
+    collector = Collector()
+    writer = totals.select("k", "total", (F.col("n") + 1).alias("m")).writeStream.outputMode("update")
+    query = writer.foreachBatch(collector).option("checkpointLocation", str(folder)).trigger(availableNow=True).start()
+    assert query.awaitTermination(240)
+    return query, collector
+
+
+def test_a_program_gives_the_same_with_one_line_more(
+    spark: SparkSession, feed: EpochFeed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    native_query, native = program(feed, tmp_path / "native")
+    anabranch.enable(spark)
+    try:
+        with caplog.at_level(logging.WARNING):
+            query, ours = program(feed, tmp_path / "ours")
+    finally:
+        anabranch.disable(spark)
+    assert isinstance(native_query, StreamingQuery)
+    assert isinstance(query, anabranch.StreamQuery)
+    assert "stays with Spark" not in caplog.text
+    assert ours.multisets() == native.multisets()
+    assert isinstance(feed.stream().groupBy("k").count(), DataFrame)
+
+
+def test_what_cannot_be_taken_over_is_named_and_stays_with_spark(
+    enabled: SparkSession, feed: EpochFeed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    del enabled
+    rows = feed.stream()
+    assert isinstance(rows, DataFrame)
+    # A query without state is Spark's alone, and needs no word.
+    stateless = rows.writeStream.format("noop").option("checkpointLocation", str(tmp_path / "1")).trigger(once=True)
+    with caplog.at_level(logging.WARNING):
+        query = stateless.start()
+        assert query.awaitTermination(60)
+        assert isinstance(query, StreamingQuery)
+        assert caplog.text == ""
+        counts = rows.groupBy("k").count().writeStream.outputMode("update").foreach(lambda _: None)
+        query = counts.option("checkpointLocation", str(tmp_path / "2")).trigger(once=True).start()
+        assert query.awaitTermination(60)
+    assert isinstance(query, StreamingQuery)
+    assert "stays with Spark's own state store: foreach is not supported" in caplog.text
+
+
+def test_a_vectorised_processor_gives_what_the_aggregate_gives(feed: EpochFeed, tmp_path: Path) -> None:
+    # Inside, so that tasks, which do not have this module, get it by value.
+    def running_totals(keys: pa.Table, rows: pa.Table, state: pa.Table) -> tuple[pa.Table, pa.Table]:
+        totals = np.bincount(rows.column("_key").to_numpy(), rows.column("v").to_numpy(), minlength=len(keys))
+        counts = np.bincount(rows.column("_key").to_numpy(), minlength=len(keys))
+        after = pa.table(
+            {
+                "total": totals.astype(np.int64) + state.column("total").fill_null(0).to_numpy(),
+                "n": counts + state.column("n").fill_null(0).to_numpy(),
+            }
+        )
+        return pa.table([keys.column("k"), *after.columns], names=["k", "total", "n"]), after
+
+    grouped = anabranch.stream(feed.stream()).groupBy("k")
+    found = []
+    for number, counts in enumerate(
+        [
+            grouped.agg(F.sum("v").alias("total"), F.count("*").alias("n")),
+            grouped.processInArrow(running_totals, "k string, total bigint, n bigint", "total bigint, n bigint"),
+        ]
+    ):
+        collector = Collector()
+        writer = counts.writeStream.outputMode("update").foreachBatch(collector).trigger(availableNow=True)
+        query = writer.option("checkpointLocation", str(tmp_path / str(number))).start()
+        assert query.awaitTermination(240)
+        found.append(collector.multisets())
+    assert found[0] == found[1]
+
+
+def test_only_a_session_of_this_process_can_be_enabled() -> None:
+    with pytest.raises(anabranch.UnsupportedError, match="needs a SparkSession"):
+        anabranch.enable("spark")  # type: ignore[arg-type]
