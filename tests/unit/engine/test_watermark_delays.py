@@ -11,21 +11,16 @@ def stage(number: int, **facts: Any) -> Any:
     return SimpleNamespace(spec=SimpleNamespace(number=number), **facts)
 
 
-class Properties(dict[str, str]):
-    """Stands for Spark's local properties, as the driver sets and a task reads them."""
-
-    sparkContext = property(lambda self: self)
-    setLocalProperty = dict.__setitem__
-    getLocalProperty = dict.get
-
-
 def test_delays_add_up_behind_the_stages_that_cause_them() -> None:
     stages = [stage(1), stage(4, output_delay_ms=500), stage(5), stage(7, output_delay_ms=20), stage(8)]
     assert watermark_delays_ms(stages) == {1: 0, 4: 0, 5: 500, 7: 500, 8: 520}
 
 
 def test_a_task_sees_the_watermark_of_its_stage() -> None:
-    properties: Any = Properties()
+    # Stands for Spark's local properties, as the driver sets and a task reads them.
+    held: dict[str, str] = {}
+    properties: Any = SimpleNamespace(setLocalProperty=held.__setitem__, getLocalProperty=held.get)
+    properties.sparkContext = properties
     epoch = TaskEpoch(epoch=3, run=0, processing_time_ms=9000, watermark_ms=7000, delays_ms={4: 0, 5: 500})
     epoch.announce(properties)
     received = TaskEpoch.of(properties)
