@@ -184,6 +184,14 @@ class StreamQuery:
         """Figures of the last epochs, oldest first."""
         return list(self._running.loop.reports)
 
+    def use_clock(self, now_ms: Callable[[], int]) -> None:
+        """For tests: what the processing time of the epochs to come is, in milliseconds."""
+        self._running.loop.now_ms = now_ms
+
+    def wish_for_epoch(self) -> None:
+        """Let timers, time-outs and windows be looked after now, though no rows come."""
+        self._running.loop.wish()
+
     def workers(self) -> list[dict[str, Any]]:
         """For each worker its id, address, pid, key groups, and rows and bytes of state."""
         self._need_workers()

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from py4j.protocol import Py4JJavaError
@@ -116,6 +116,8 @@ class EpochLoop:
         self.running = threading.Lock()
         #: Figures of the last epochs, by epoch.
         self.reports: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_REMEMBERED_EPOCHS)
+        #: The processing time of epochs.
+        self.now_ms: Callable[[], int] = wall_clock_ms
         #: The last error, as it was before Spark wrapped it.
         self.error: Exception | None = None
 
@@ -170,7 +172,7 @@ class EpochLoop:
             epoch=epoch,
             run=number,
             delays_ms=watermark_delays_ms(segment.stage for segment in self._segments),
-            processing_time_ms=time.time_ns() // 1_000_000,
+            processing_time_ms=self.now_ms(),
             watermark_ms=watermark_ms,
         )
         task_epoch.announce(rows.sparkSession)
@@ -193,6 +195,11 @@ class EpochLoop:
             del self._volatile[durable]
         self.reports.append((epoch, {**figures, "durationMs": clock.laps_ms, "watermarkMs": task_epoch.watermark_ms}))
         logger.info("epoch %d committed: %s", epoch, clock.laps_ms)
+
+    def wish(self) -> None:
+        """Let an epoch run though no rows come, if any stage has something to do in it."""
+        if self._ticks is not None:
+            self._ticks.wish()
 
     def prepare(self) -> None:
         """Plan ahead, after the route has changed between epochs. The caller makes sure that none runs."""
@@ -232,6 +239,10 @@ class EpochLoop:
         conf.set("spark.sql.shuffle.partitions", str(self._shuffle_partitions))
         if len(self._segments) == 1 and not self._segments[0].after:
             spare_size_checks(rows, self._segments[0].stage.spec)
+
+
+def wall_clock_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 class _InterruptedBySparkError(Exception):
