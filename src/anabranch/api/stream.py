@@ -139,14 +139,6 @@ class Stream:
         """Aggregate over everything: ``groupBy().agg(...)``."""
         return self.groupBy().agg(*aggregates)
 
-    def join(self, other: Any, on: Any = None, how: str | None = None) -> Stream:
-        """Join with another stream, whose rows wait for each other in the state, or with a static DataFrame."""
-        if is_stream(other):
-            return join_streams(self, other, on, how)
-        check_static_join(how)
-        given = {name: value for name, value in (("on", on), ("how", how)) if value is not None}
-        return self._apply("join", (other,), given)
-
     def transform(self, function: Callable[..., Stream], *arguments: Any, **keywords: Any) -> Stream:
         """Chain a function of streams, as DataFrame.transform does."""
         return function(self, *arguments, **keywords)
@@ -158,6 +150,14 @@ class Stream:
         return self._apply("orderBy", columns, keywords)
 
     sort = orderBy
+
+    def join(self, other: Any, on: Any = None, how: str | None = None) -> Stream:
+        """Join with another stream, whose rows wait for each other in the state, or with a static DataFrame."""
+        if is_stream(other):
+            return join_streams(self, other, on, how)
+        check_static_join(how)
+        given = {name: value for name, value in (("on", on), ("how", how)) if value is not None}
+        return self._apply("join", (other,), given)
 
     def __getitem__(self, item: str) -> Column:
         """A column. Before the first stateful operation it is bound to this stream, as a DataFrame's columns are."""

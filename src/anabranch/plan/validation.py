@@ -40,7 +40,6 @@ def check_output_mode(pipeline: Pipeline, mode: str) -> None:
     if mode not in OUTPUT_MODES:
         raise UnsupportedError(f"Unknown output mode {mode!r}. It can be {', '.join(OUTPUT_MODES)}.")
     aggregates = [stage for stage in pipeline.stateful_stages if isinstance(stage, AggregateStage)]
-    _check_join_mode(pipeline, mode)
     sorts = any(operation.method == "orderBy" for segment in pipeline.segments for operation in segment.after)
     if mode == "append" and aggregates:
         raise UnsupportedError(
@@ -53,6 +52,7 @@ def check_output_mode(pipeline: Pipeline, mode: str) -> None:
         )
     if sorts and mode != "complete":
         raise UnsupportedError("Sorting needs outputMode('complete'): otherwise only a part of the result goes out.")
+    _check_join_mode(pipeline, mode)
 
 
 def _check_join_mode(pipeline: Pipeline, mode: str) -> None:
