@@ -13,6 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from anabranch.api.grouped import GroupedStream
+from anabranch.api.joins import check_static_join, is_stream, join_streams
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.segments import Operation
 from anabranch.operators.dedup.build import build_dedup
@@ -165,8 +166,17 @@ class Stream:
 
     sort = orderBy
 
+    def join(self, other: Any, on: Any = None, how: str | None = None) -> Stream:
+        """Join with another stream, whose rows wait for each other in the state, or with a static DataFrame."""
+        if is_stream(other):
+            return join_streams(self, other, on, how)
+        check_static_join(how)
+        given = {name: value for name, value in (("on", on), ("how", how)) if value is not None}
+        return self._apply("join", (other,), given)
+
     def __getitem__(self, item: str) -> Column:
-        return self._column_of(item)
+        """A column. Before the first stateful operation it is bound to this stream, as a DataFrame's columns are."""
+        return self._column_of(item) if self._pipeline.segments else self._sample[item]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -176,7 +186,7 @@ class Stream:
         if name in REFUSED_METHODS:
             raise UnsupportedError(f"{name} is not available on a stream. {REFUSED_METHODS[name]}")
         if name in self.columns:
-            return self._column_of(name)
+            return self[name]
         known = [*STATELESS_METHODS, *SORTING_METHODS, *self.columns, *_STATEFUL_METHODS, "stage", "writeStream"]
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -190,6 +200,8 @@ class Stream:
 
     def _apply(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Stream:
         after_state = bool(self._pipeline.segments)
+        if method == "crossJoin" and is_stream(arguments[0]):
+            raise UnsupportedError("Two streams have no end, and cannot be joined row by row. Use join with a key.")
         plain = tuple(_plain(argument, method, after_state) for argument in arguments)
         named = {name: _plain(value, method, after_state) for name, value in keywords.items()}
         if method == "withWatermark" and after_state:

@@ -16,7 +16,7 @@ from anabranch.core.errors import EpochError, FencedError
 from anabranch.engine.epochrun import EpochRun
 from anabranch.engine.segments import Segment
 from anabranch.engine.sinks import Sink
-from anabranch.engine.stages import EpochContext
+from anabranch.engine.stages import EpochContext, watermark_delays_ms
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import spare_size_checks
 from anabranch.engine.templates import Templates
@@ -178,6 +178,7 @@ class EpochLoop:
         task_epoch = TaskEpoch(
             epoch=epoch,
             run=number,
+            delays_ms=watermark_delays_ms(segment.stage for segment in self._segments),
             processing_time_ms=self.now_ms(),
             watermark_ms=watermarks[0],
             late_watermark_ms=watermarks[1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -62,3 +63,16 @@ class StatefulStage(Protocol):
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
         """Rows of a state variable as the user should see them."""
+
+
+def watermark_delays_ms(stages: Iterable[StatefulStage]) -> dict[int, int]:
+    """By stage, how far its watermark is behind that of the stream.
+
+    A join gives rows out up to so long after the watermark has passed them: to the stages after it, they are not late.
+    """
+    delays_ms: dict[int, int] = {}
+    total_ms = 0
+    for stage in stages:
+        delays_ms[stage.spec.number] = total_ms
+        total_ms += getattr(stage, "output_delay_ms", 0)
+    return delays_ms

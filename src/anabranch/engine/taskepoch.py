@@ -33,10 +33,13 @@ class TaskEpoch:
     late_watermark_ms: int | None = None
     #: By stage, the partitions that an earlier try of this run has sealed, and whose output nobody needs again.
     done: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    #: By stage, how far behind the watermarks are that it goes by.
+    delays_ms: Mapping[int, int] = field(default_factory=dict)
 
     def announce(self, spark: SparkSession) -> None:
         """To all tasks that this thread lets Spark start from now on."""
         document = dataclasses.asdict(self) | {"done": [[s, sorted(p)] for s, p in self.done.items()]}
+        document["delays_ms"] = list(self.delays_ms.items())
         spark.sparkContext.setLocalProperty(_PROPERTY, json.dumps(document))
 
     @staticmethod
@@ -50,4 +53,12 @@ class TaskEpoch:
             )
         document = json.loads(text)
         done = {int(stage): frozenset(partitions) for stage, partitions in document.pop("done")}
-        return TaskEpoch(**document, done=done)
+        delays_ms = dict(document.pop("delays_ms"))
+        return TaskEpoch(**document, done=done, delays_ms=delays_ms)
+
+    def of_stage(self, stage: int) -> TaskEpoch:
+        """As the stage sees it, with its own watermarks."""
+        delay_ms = self.delays_ms.get(stage, 0)
+        watermarks = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if "watermark" in f.name}
+        behind = {name: value_ms - delay_ms for name, value_ms in watermarks.items() if value_ms is not None}
+        return dataclasses.replace(self, **behind)

@@ -72,4 +72,4 @@ def run_task(access: StageAccess, task: Task, batches: Iterable[pa.RecordBatch])
         return
     state = access.open(epoch=epoch.epoch, run=epoch.run, partition=partition, attempt=context.taskAttemptId())
     rows = [batch.select(range(1, batch.num_columns)) for batch in received]
-    yield from list(task(rows, state, epoch))
+    yield from list(task(rows, state, epoch.of_stage(access.stage.number)))

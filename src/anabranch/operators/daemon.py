@@ -15,6 +15,7 @@ from pyspark.daemon import manager
 import anabranch.operators.aggregate.stage
 import anabranch.operators.dedup.stage
 import anabranch.operators.groupstate.run
+import anabranch.operators.join.task
 import anabranch.operators.process.stage
 import anabranch.operators.session.stage
 import anabranch.operators.vectorised.stage  # noqa: F401

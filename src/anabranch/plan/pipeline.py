@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pyspark.sql import DataFrame
 
@@ -10,8 +11,8 @@ from anabranch.core.ids import StageNumber
 from anabranch.engine.segments import Operation, Segment
 from anabranch.engine.stages import StatefulStage
 
-#: Spark's mark of a column with a watermark.
-_WATERMARK = "spark.watermarkDelayMs"
+#: The node of Spark's plans that tracks a watermark.
+_WATERMARK = "EventTimeWatermark"
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Pipeline:
 
     @property
     def has_watermark(self) -> bool:
-        """Whether Spark tracks a watermark: the user may have set one before the stream came to us."""
-        return any(_WATERMARK in (field.metadata or {}) for field in self.source.schema.fields)
+        """Whether Spark tracks a watermark: on any of the sources, and whether or not its column is still there."""
+        return _tracks_watermark(self.source._jdf.queryExecution().analyzed())
 
     def with_operation(self, operation: Operation) -> Pipeline:
         """Append a stateless operation: applied at once before the first stateful stage, recorded after it."""
@@ -73,3 +74,10 @@ class Pipeline:
         """Append a stateful stage, for the logical stage that was numbered last."""
         last = replace(self.stages[-1], stateful=True, opened=False)
         return replace(self, stages=(*self.stages[:-1], last), segments=(*self.segments, Segment(stage)))
+
+
+def _tracks_watermark(plan: Any) -> bool:
+    if plan.nodeName() == _WATERMARK:
+        return True
+    children = plan.children()
+    return any(_tracks_watermark(children.apply(i)) for i in range(children.size()))

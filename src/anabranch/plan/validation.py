@@ -10,6 +10,8 @@ from pyspark.errors import AnalysisException
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.settings import MAX_PARALLELISM
 from anabranch.operators.aggregate.stage import AggregateStage
+from anabranch.operators.join.sides import JoinType
+from anabranch.operators.join.stage import JoinStage
 from anabranch.operators.process.stage import ProcessStage
 from anabranch.operators.session.stage import SessionStage
 from anabranch.plan.pipeline import Pipeline
@@ -75,6 +77,16 @@ def check_output_mode(pipeline: Pipeline, mode: str) -> None:
             )
     if sorts and mode != "complete":
         raise UnsupportedError("Sorting needs outputMode('complete'): otherwise only a part of the result goes out.")
+    _check_join_mode(pipeline, mode)
+
+
+def _check_join_mode(pipeline: Pipeline, mode: str) -> None:
+    for stage in pipeline.stateful_stages:
+        if isinstance(stage, JoinStage) and stage.how is not JoinType.INNER and mode != "append":
+            raise UnsupportedError(
+                f"A {stage.how.value} join of two streams is not supported in output mode {mode}, as in Spark. "
+                "Use outputMode('append')."
+            )
 
 
 def _aggregations(pipeline: Pipeline) -> list[AggregateStage | SessionStage]:

@@ -1,0 +1,77 @@
+"""The join stage: both streams as one, told apart by a column, joined in tasks against what waits in the state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import DataFrame
+from pyspark.sql.types import StructField, StructType
+
+from anabranch.core.schemas import HASH, StageSpec
+from anabranch.engine.placement import place
+from anabranch.engine.stages import Clock, EpochContext
+from anabranch.engine.tasks import run_in_tasks
+from anabranch.operators.join.catalyst import column_of, renamed
+from anabranch.operators.join.predicate import Term
+from anabranch.operators.join.sides import JoinType, Side
+from anabranch.operators.join.task import JoinTask
+from anabranch.operators.keys import arrow_schema, key_name
+from anabranch.wire.routed import StageAccess
+
+
+@dataclass(frozen=True)
+class JoinStage:
+    """left.join(right, on, how) of two streams."""
+
+    spec: StageSpec
+    parallelism: int | None
+    how: JoinType
+    sides: tuple[Side, Side]
+    #: What pairs with equal keys have to satisfy besides.
+    condition: Term | None
+    #: Spark's types of the columns of the result: the left ones, then the right ones.
+    column_fields: tuple[StructField, ...]
+    #: Spark's attributes of the same columns.
+    attributes: tuple[Any, ...]
+    #: What Spark makes of these columns, if the join is by names; each level a list of expressions.
+    projections: tuple[tuple[Any, ...], ...]
+
+    @property
+    def clock(self) -> Clock:
+        return Clock.NONE if all(side.eviction is None for side in self.sides) else Clock.EVENT_TIME
+
+    @property
+    def output_delay_ms(self) -> int:
+        """How far behind the watermark the event times of joined rows can be: that long a row waits for its match."""
+        return max(0, *(-side.eviction.offset_ms for side in self.sides if side.eviction is not None), 0)
+
+    def project(self, rows: DataFrame) -> DataFrame:
+        """The source of a pipeline that begins with a join is the join's input already."""
+        return rows
+
+    def variant(self, context: EpochContext) -> str:
+        del context
+        return "join"
+
+    def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
+        del context
+        task = JoinTask(self.spec, self.how, self.sides, self.condition, self._output)
+        names = [key_name(i) for i in range(len(self.spec.key))]
+        joined = run_in_tasks(place(rows, names, access), access, task, StructType(list(self.column_fields)))
+        spark = rows.sparkSession
+        result = renamed(spark, joined, self.attributes)
+        for expressions in self.projections:
+            result = result.select(*[column_of(spark, expression) for expression in expressions])
+        return result
+
+    def present(self, variable: str, state: DataFrame) -> DataFrame:
+        """The waiting rows with their key; the hash is ours alone."""
+        del variable
+        return state.drop(HASH)
+
+    @cached_property
+    def _output(self) -> pa.Schema:
+        return arrow_schema(self.column_fields)
