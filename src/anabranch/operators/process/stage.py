@@ -138,6 +138,6 @@ class _ProcessTask:
         if self.united is not None:
             batches, initial = self.united.split(batches)
         if self.late is not None:
-            batches = self.late.dropped(batches, epoch.watermark_ms)
+            batches = self.late.dropped(batches, epoch.late_watermark_ms)
         times = self.program.times(epoch.processing_time_ms, epoch.watermark_ms)
         return self.run(batches, self.program, state, times, initial)
