@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,10 @@ from pyspark.sql.types import NumericType, StructType
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.operators.aggregate.build import build_aggregate
-from anabranch.operators.aggregate.functions import sql_of
+from anabranch.operators.aggregate.catalyst import sql_of
+from anabranch.operators.groupstate.build import build_group_state
 from anabranch.operators.process.build import build_process
+from anabranch.operators.session.build import build_session, session_key
 from anabranch.operators.vectorised.stage import build_vectorised
 from anabranch.operators.vectorised.task import Process
 from anabranch.plan.pipeline import Pipeline
@@ -67,7 +70,9 @@ class GroupedStream:
         pipeline, keys = self._named(f"agg({texts})")
         with bound_columns_explained("groupBy or agg", self._sample.columns):
             stage, sample = build_aggregate(pipeline.stages[-1], self._sample, keys, columns)
-        return self._stream(pipeline.with_stateful(stage), sample)
+            session = session_key(self._sample, keys)
+        stateful = stage if session is None else build_session(stage, session)
+        return self._stream(pipeline.with_stateful(stateful), sample)
 
     def transformWithState(
         self,
@@ -78,7 +83,7 @@ class GroupedStream:
         initialState: Any = None,
         eventTimeColumnName: str = "",
     ) -> Stream:
-        """Run Spark's own StatefulProcessor on rows, with its state in the state workers."""
+        """Run Spark's own StatefulProcessor on rows, with its state and timers in the state workers."""
         return self._process(
             "transformWithState", statefulProcessor, outputStructType, outputMode, timeMode, initialState,
             eventTimeColumnName, pandas=False,
@@ -93,11 +98,28 @@ class GroupedStream:
         initialState: Any = None,
         eventTimeColumnName: str = "",
     ) -> Stream:
-        """Run Spark's own StatefulProcessor on pandas DataFrames, with its state in the state workers."""
+        """Run Spark's own StatefulProcessor on pandas DataFrames, with its state and timers in the state workers."""
         return self._process(
             "transformWithStateInPandas", statefulProcessor, outputStructType, outputMode, timeMode, initialState,
             eventTimeColumnName, pandas=True,
         )  # fmt: skip
+
+    def applyInPandasWithState(
+        self,
+        func: Callable[..., Iterable[Any]],
+        outputStructType: StructType | str,
+        stateStructType: StructType | str,
+        outputMode: str,
+        timeoutConf: str,
+    ) -> Stream:
+        """Run a function of a key, its pandas DataFrames and a GroupState, with the state in the state workers."""
+        pipeline, keys = self._named(f"applyInPandasWithState({getattr(func, '__name__', type(func).__name__)})")
+        with bound_columns_explained("groupBy", self._sample.columns):
+            stage, sample = build_group_state(
+                pipeline.stages[-1], self._sample, keys, func, outputStructType, stateStructType, outputMode,
+                timeoutConf,
+            )  # fmt: skip
+        return self._stream(pipeline.with_stateful(stage), sample)
 
     def processInArrow(
         self, process: Process, outputStructType: StructType | str, stateStructType: StructType | str
@@ -119,7 +141,12 @@ class GroupedStream:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in ("applyInPandas", "applyInArrow", "applyInPandasWithState", "cogroup", "pivot", "apply"):
+        if name == "pivot":
+            raise UnsupportedError(
+                "pivot is not supported on a stream: its columns would follow from the data. Aggregate conditions "
+                "instead, for example F.sum(F.when(F.col('kind') == 'a', F.col('value'))).alias('a')."
+            )
+        if name in ("applyInPandas", "applyInArrow", "cogroup", "apply"):
             raise UnsupportedError(f"{name} is not supported on a stream. Use transformWithState.")
         raise AttributeError(f"A grouped stream has no method {name!r}.")
 
@@ -139,7 +166,7 @@ class GroupedStream:
         with bound_columns_explained("groupBy", self._sample.columns):
             stage, sample = build_process(
                 pipeline.stages[-1], self._sample, keys, processor, output,
-                output_mode=output_mode, time_mode=time_mode, initial_state=initial_state,
+                output_mode=output_mode, time_mode=time_mode, initial=initial_state,
                 event_time_column=event_time_column, pandas=pandas,
             )  # fmt: skip
         return self._stream(pipeline.with_stateful(stage), sample)
@@ -178,8 +205,6 @@ class GroupedStream:
 
 
 def _named_function(function: str, column: str) -> Column:
-    makers = {"count": F.count, "sum": F.sum, "avg": F.avg, "mean": F.avg, "min": F.min, "max": F.max}
-    maker = makers.get(function.lower())
-    if maker is None:
-        raise UnsupportedError(f"The aggregate {function!r} is not supported. Supported are {', '.join(makers)}.")
-    return maker(column)
+    """An aggregate by its name in SQL; Spark calls the average so whatever the user calls it."""
+    name = {"mean": "avg", "average": "avg"}.get(function.lower(), function)
+    return F.count(column) if name.lower() == "count" else F.call_function(name, F.col(column))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import Column, DataFrame
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.operators.aggregate.functions import sql_of
+from anabranch.operators.aggregate.catalyst import sql_of
 from anabranch.operators.join.build import build_join
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.settings import MAX_PARALLELISM, Settings
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.stages import StatefulStage
+from anabranch.operators.process.timers import TIMERS
 from anabranch.plan.explain import explain_logical, explain_physical, explain_routes
 from anabranch.plan.pipeline import Pipeline
 
@@ -288,8 +289,9 @@ class StreamQuery:
 
     def _variable(self, stage: StatefulStage, wanted: str | None) -> str:
         names = [variable.name for variable in stage.spec.variables]
-        if wanted is None and len(names) == 1:
-            return names[0]
+        declared = [name for name in names if name != TIMERS]
+        if wanted is None and len(declared) == 1:
+            return declared[0]
         if wanted not in names:
             raise UnsupportedError(
                 f"The stage {stage.spec.name!r} has the state variables {names}; name one of them: "

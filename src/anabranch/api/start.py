@@ -66,6 +66,7 @@ def start_query(
                 coordinator,
                 sink,
                 complete=mode == "complete",
+                append=mode == "append",
                 shuffle_partitions=default,
                 stream=stream,
                 ticks=ticks,

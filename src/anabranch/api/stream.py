@@ -16,6 +16,7 @@ from anabranch.api.grouped import GroupedStream
 from anabranch.api.joins import check_static_join, is_stream, join_streams
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.segments import Operation
+from anabranch.operators.dedup.build import build_dedup
 from anabranch.plan.explain import explain_logical
 from anabranch.plan.pipeline import Pipeline
 from anabranch.plan.validation import bound_columns_explained, check_stage_options
@@ -32,12 +33,9 @@ STATELESS_METHODS = (
 )  # fmt: skip
 #: Sorting makes sense where a whole result goes out: in complete mode, after the last stateful stage.
 SORTING_METHODS = ("orderBy", "sort")
-#: Stateful or not possible on streams; what to do instead.
+_STATEFUL_METHODS = ("groupBy", "agg", "dropDuplicates", "dropDuplicatesWithinWatermark", "distinct")
+#: Not possible on streams; what to do instead.
 REFUSED_METHODS = {
-    "dropDuplicates": "De-duplication is not supported; keep a flag per key with transformWithState.",
-    "drop_duplicates": "De-duplication is not supported; keep a flag per key with transformWithState.",
-    "dropDuplicatesWithinWatermark": "De-duplication is not supported; keep a flag per key with transformWithState.",
-    "distinct": "De-duplication is not supported; keep a flag per key with transformWithState.",
     "limit": "A limit over a whole stream is not supported; limit the rows in foreachBatch.",
     "collect": "A stream has no end; write it with writeStream, for example to the memory sink.",
     "count": "A stream has no end; use groupBy().count().",
@@ -139,6 +137,23 @@ class Stream:
         """Aggregate over everything: ``groupBy().agg(...)``."""
         return self.groupBy().agg(*aggregates)
 
+    def dropDuplicates(self, *subset: Any, **keywords: Any) -> Stream:
+        """Let only the first row of each key through: of all columns, or of those given, as in PySpark.
+
+        With a watermark, late rows are dropped; if its column is among the key's, keys that it has passed are let go.
+        """
+        return self._deduplicated("dropDuplicates", subset, keywords)
+
+    drop_duplicates = dropDuplicates
+
+    def dropDuplicatesWithinWatermark(self, *subset: Any, **keywords: Any) -> Stream:
+        """As dropDuplicates, but a key is remembered only for the watermark's delay after its first row's time."""
+        return self._deduplicated("dropDuplicatesWithinWatermark", subset, keywords)
+
+    def distinct(self) -> Stream:
+        """``dropDuplicates()``: rows that differ in some column."""
+        return self.dropDuplicates()
+
     def transform(self, function: Callable[..., Stream], *arguments: Any, **keywords: Any) -> Stream:
         """Chain a function of streams, as DataFrame.transform does."""
         return function(self, *arguments, **keywords)
@@ -172,7 +187,7 @@ class Stream:
             raise UnsupportedError(f"{name} is not available on a stream. {REFUSED_METHODS[name]}")
         if name in self.columns:
             return self[name]
-        known = [*STATELESS_METHODS, *SORTING_METHODS, *self.columns, "groupBy", "agg", "stage", "writeStream"]
+        known = [*STATELESS_METHODS, *SORTING_METHODS, *self.columns, *_STATEFUL_METHODS, "stage", "writeStream"]
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise AttributeError(f"A stream has neither a method nor a column {name!r}.{hint}")
@@ -198,6 +213,13 @@ class Stream:
             applied = staged.with_operation(operation)
             return Stream(applied, applied.source)
         return Stream(staged.with_operation(operation), replay(operation, self._sample))
+
+    def _deduplicated(self, method: str, subset: tuple[Any, ...], keywords: dict[str, Any]) -> Stream:
+        operation = Operation(method, subset, keywords)
+        pipeline = self._pipeline.with_stage(str(operation))
+        with bound_columns_explained(method, self._sample.columns):
+            stage, sample = build_dedup(pipeline.stages[-1], self._sample, method, subset, keywords)
+        return Stream(pipeline.with_stateful(stage), sample)
 
     def _column_of(self, key: Any) -> Column:
         if isinstance(key, Column):

@@ -33,6 +33,8 @@ _REMEMBERED_EPOCHS = 1000
 #: In the report of an error, wherever it was raised.
 _LOST = "LostWorkerError"
 _TURN_INTERVAL_MS = 20
+#: Of an epoch, and of the one before it.
+_Watermarks = tuple[int | None, int | None]
 
 
 class Coordinator(Protocol):
@@ -74,6 +76,9 @@ class StreamFacts(Protocol):
     def watermark_ms(self) -> int | None:
         """The event time up to which input is complete; None without a watermark."""
 
+    def late_watermark_ms(self) -> int | None:
+        """The watermark of the epoch before."""
+
     def previous_rows(self, epoch: int) -> int | None:
         """How many rows the epoch before this one read; None if that is not known."""
 
@@ -94,6 +99,7 @@ class EpochLoop:
         sink: Sink,
         *,
         complete: bool,
+        append: bool = False,
         shuffle_partitions: int,
         stream: StreamFacts,
         ticks: Ticks | None = None,
@@ -102,13 +108,14 @@ class EpochLoop:
         self._coordinator = coordinator
         self._sink = sink
         self._complete = complete
+        self._append = append
         self._shuffle_partitions = shuffle_partitions
         self._stream = stream
         #: Only if a stage has something to do although no rows come.
         self._ticks = ticks
         self._templates = Templates()
-        #: Rows and watermark of epochs that are not durable: what they did to the state may have to be done again.
-        self._volatile: dict[int, tuple[DataFrame, int | None]] = {}
+        #: Rows and watermarks of epochs that are not durable: what they did to the state may have to be done again.
+        self._volatile: dict[int, tuple[DataFrame, _Watermarks]] = {}
         #: The rows of the epoch that ran last.
         self._latest: tuple[DataFrame, int] | None = None
         self._configured = False
@@ -137,10 +144,10 @@ class EpochLoop:
         """Run the epoch, and again if a worker was lost meanwhile: state and input are as they were before."""
         for left in reversed(range(_MAX_RUNS)):
             try:
-                for earlier, (its_rows, its_watermark_ms) in sorted(self._volatile.items()):
+                for earlier, (its_rows, its_watermarks) in sorted(self._volatile.items()):
                     if earlier > self._coordinator.committed_epoch:
-                        self._run(its_rows, earlier, its_watermark_ms)
-                self._run(rows, epoch, self._stream.watermark_ms())
+                        self._run(its_rows, earlier, its_watermarks)
+                self._run(rows, epoch, (self._stream.watermark_ms(), self._stream.late_watermark_ms()))
                 return
             except Exception as error:
                 self._coordinator.abort(epoch)
@@ -164,7 +171,7 @@ class EpochLoop:
             if self._stream.is_stopped():
                 raise _InterruptedBySparkError
 
-    def _run(self, rows: DataFrame, epoch: int, watermark_ms: int | None) -> None:
+    def _run(self, rows: DataFrame, epoch: int, watermarks: _Watermarks) -> None:
         clock = _Stopwatch()
         self._configure(rows)
         number = self._coordinator.begin(epoch)
@@ -173,7 +180,8 @@ class EpochLoop:
             run=number,
             delays_ms=watermark_delays_ms(segment.stage for segment in self._segments),
             processing_time_ms=self.now_ms(),
-            watermark_ms=watermark_ms,
+            watermark_ms=watermarks[0],
+            late_watermark_ms=watermarks[1],
         )
         task_epoch.announce(rows.sparkSession)
         clock.lap("begin")
@@ -190,7 +198,7 @@ class EpochLoop:
         figures = self._coordinator.commit(epoch)
         clock.lap("commit")
         self._latest = rows, epoch
-        self._volatile[epoch] = rows, watermark_ms
+        self._volatile[epoch] = rows, watermarks
         for durable in [each for each in self._volatile if each <= self._coordinator.durable_epoch]:
             del self._volatile[durable]
         self.reports.append((epoch, {**figures, "durationMs": clock.laps_ms, "watermarkMs": task_epoch.watermark_ms}))
@@ -211,9 +219,11 @@ class EpochLoop:
 
     def _context(self, epoch: int) -> EpochContext:
         return EpochContext(
+            epoch=epoch,
             previous_rows=self._stream.previous_rows(epoch),
             previous_changes=self.reports[-1][1].get("changedRows", 0) if self.reports else 0,
             complete=self._complete,
+            append=self._append,
         )
 
     def _complete_what_is_missing(self, run: EpochRun, epoch: TaskEpoch) -> None:

@@ -27,11 +27,15 @@ class Clock(Enum):
 class EpochContext:
     """The facts of one epoch that a stage's plan may depend on. What only its tasks need is in TaskEpoch."""
 
+    #: The number of the epoch: 0 for the first of all.
+    epoch: int
     #: Rows that the epoch before read, and changes that it made to state; None before the first.
     previous_rows: int | None
     previous_changes: int
     #: Complete output mode: a stage emits all of its state, not only what changed.
     complete: bool
+    #: Append output mode: a row goes out once, when the watermark has passed it and it cannot change any more.
+    append: bool = False
 
 
 class StatefulStage(Protocol):

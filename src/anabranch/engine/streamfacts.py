@@ -29,13 +29,19 @@ class SparkStream:
 
     def watermark_ms(self) -> int | None:
         """The event time up to which input is complete, or None if there is no watermark yet."""
-        if not self._has_watermark:
+        execution = self._execution()
+        return None if execution is None else execution.offsetSeqMetadata().batchWatermarkMs() or None
+
+    def late_watermark_ms(self) -> int | None:
+        """The watermark of the epoch before; Spark has it in its log of offsets, so a restart does not change it."""
+        execution = self._execution()
+        if execution is None or execution.prevOffsetSeqMetadata().isEmpty():
             return None
-        execution = self._handle().streamingQuery().lastExecution()
-        if execution is None:
-            return None
-        watermark_ms: int = execution.offsetSeqMetadata().batchWatermarkMs()
-        return watermark_ms or None
+        return execution.prevOffsetSeqMetadata().get().batchWatermarkMs() or None
+
+    def _execution(self) -> Any:
+        """Spark's plan of the epoch that runs; None without a watermark."""
+        return self._handle().streamingQuery().lastExecution() if self._has_watermark else None
 
     def previous_rows(self, epoch: int) -> int | None:
         """How many rows the epoch before this one read."""

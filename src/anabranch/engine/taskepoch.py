@@ -28,6 +28,9 @@ class TaskEpoch:
     processing_time_ms: int
     #: The event time up to which input is complete; None without a watermark.
     watermark_ms: int | None = None
+    #: The watermark of the epoch before: rows that are not after it are late. What the watermark has passed since then
+    #: still takes rows, and is over with this epoch.
+    late_watermark_ms: int | None = None
     #: By stage, the partitions that an earlier try of this run has sealed, and whose output nobody needs again.
     done: Mapping[int, frozenset[int]] = field(default_factory=dict)
     #: By stage, how far behind the watermarks are that it goes by.

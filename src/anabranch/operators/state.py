@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import pyarrow as pa
+
+from anabranch.wire.routed import Answers, Expiry
 
 
 class StageState(Protocol):
@@ -17,6 +19,10 @@ class StageState(Protocol):
         Each table has the schema ``layout.answers``: INDEX is the row of the key in ``keys``, and rows are
         ordered by INDEX, and by position within a list.
         """
+        ...
+
+    def ask(self, keys: pa.Table, *, rest: bool = False, expiries: Sequence[Expiry] = ()) -> Answers:
+        """As `read`, and in the same exchange the rows of the partition that are due (schema ``layout.rows``)."""
         ...
 
     def write(self, changes: Mapping[str, pa.Table]) -> None:

@@ -12,9 +12,13 @@ from anabranch.core.settings import MAX_PARALLELISM
 from anabranch.operators.aggregate.stage import AggregateStage
 from anabranch.operators.join.sides import JoinType
 from anabranch.operators.join.stage import JoinStage
+from anabranch.operators.process.stage import ProcessStage
+from anabranch.operators.session.stage import SessionStage
 from anabranch.plan.pipeline import Pipeline
 
 OUTPUT_MODES = ("append", "update", "complete")
+#: Spark's mark of a column with a watermark.
+_WATERMARK = "spark.watermarkDelayMs"
 
 
 def check_stage_options(name: str, parallelism: int | None, taken: Sequence[str]) -> None:
@@ -27,11 +31,12 @@ def check_stage_options(name: str, parallelism: int | None, taken: Sequence[str]
 
 
 def check_aggregation_input(pipeline: Pipeline) -> None:
-    """An aggregate of an aggregate would count a key again each time that it changes."""
-    if any(isinstance(stage, AggregateStage) for stage in pipeline.stateful_stages):
+    """An aggregate of an aggregate would count a key again each time that it changes, unless it goes out once."""
+    if any(stage.event_time is None for stage in _aggregations(pipeline)):
         raise UnsupportedError(
-            "An aggregation after another aggregation is not supported: the first one emits a key each time that it "
-            "changes. Write its result out, and aggregate it in a second query."
+            "An aggregation after another aggregation is supported only if the first one is over windows under a "
+            "watermark, in outputMode('append'): it then emits each key once, else each time that it changes. "
+            "Write the first one's result out, and aggregate it in a second query."
         )
 
 
@@ -39,17 +44,37 @@ def check_output_mode(pipeline: Pipeline, mode: str) -> None:
     """Which output modes the query can have."""
     if mode not in OUTPUT_MODES:
         raise UnsupportedError(f"Unknown output mode {mode!r}. It can be {', '.join(OUTPUT_MODES)}.")
-    aggregates = [stage for stage in pipeline.stateful_stages if isinstance(stage, AggregateStage)]
+    aggregations = _aggregations(pipeline)
     sorts = any(operation.method == "orderBy" for segment in pipeline.segments for operation in segment.after)
-    if mode == "append" and aggregates:
+    if mode == "append" and any(stage.event_time is None for stage in aggregations):
         raise UnsupportedError(
-            "Output mode append is not supported for aggregations: their rows change from epoch to epoch. "
-            "Use outputMode('update') or outputMode('complete')."
+            "Output mode append needs a watermark for an aggregation, on a window or another key column: without one "
+            "its rows change from epoch to epoch, and are never final. Set it with withWatermark(column, delay) and "
+            "group by a window of that column, or use outputMode('update') or outputMode('complete')."
         )
-    if mode == "complete" and not (pipeline.segments and aggregates and pipeline.stateful_stages[-1] is aggregates[-1]):
+    if mode != "append" and len(aggregations) > 1:
+        raise UnsupportedError(
+            f"Output mode {mode} is not supported for an aggregation after another one: the first emits a key each "
+            "time that it changes. Use outputMode('append')."
+        )
+    if mode == "update" and any(isinstance(stage, SessionStage) for stage in aggregations):
+        raise UnsupportedError(
+            "Output mode update is not supported for session windows, as in Spark: a session that becomes part of "
+            "another one could not be taken back. Use outputMode('append') or outputMode('complete')."
+        )
+    if mode != "complete":
+        for stage in aggregations:
+            _check_event_times(stage)
+    if mode == "complete" and not (aggregations and pipeline.stateful_stages[-1] is aggregations[-1]):
         raise UnsupportedError(
             "Output mode complete needs an aggregation as the last stateful operation. Use outputMode('update')."
         )
+    for each in pipeline.stateful_stages:
+        if isinstance(each, ProcessStage) and each.output_mode not in (None, mode):
+            raise UnsupportedError(
+                f"Stage {each.spec.name}: applyInPandasWithState has outputMode {each.output_mode!r} and the query "
+                f"{mode!r}. Give both the same."
+            )
     if sorts and mode != "complete":
         raise UnsupportedError("Sorting needs outputMode('complete'): otherwise only a part of the result goes out.")
     _check_join_mode(pipeline, mode)
@@ -62,6 +87,20 @@ def _check_join_mode(pipeline: Pipeline, mode: str) -> None:
                 f"A {stage.how.value} join of two streams is not supported in output mode {mode}, as in Spark. "
                 "Use outputMode('append')."
             )
+
+
+def _aggregations(pipeline: Pipeline) -> list[AggregateStage | SessionStage]:
+    return [stage for stage in pipeline.stateful_stages if isinstance(stage, AggregateStage | SessionStage)]
+
+
+def _check_event_times(stage: AggregateStage | SessionStage) -> None:
+    fields = stage.whole.key_fields if isinstance(stage, SessionStage) else stage.key_fields
+    marked = [field.name for field in fields if _WATERMARK in (field.metadata or {})]
+    if len(marked) > 1:
+        raise UnsupportedError(
+            f"The key columns {', '.join(map(repr, marked))} all have a watermark, so it is not clear when a key is "
+            "over. Group by one of them, or use outputMode('complete')."
+        )
 
 
 @contextmanager

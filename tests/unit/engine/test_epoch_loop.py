@@ -133,6 +133,9 @@ class Facts:
     def watermark_ms(self) -> int | None:
         return 5
 
+    def late_watermark_ms(self) -> int | None:
+        return None
+
     def previous_rows(self, epoch: int) -> int | None:
         return epoch or None
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 import xxhash
-from pyspark.sql.streaming.stateful_processor import StatefulProcessor
+from pyspark.sql.streaming.stateful_processor import StatefulProcessor, TimerValues
 from pyspark.sql.types import StructType
 
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, OP, Op, StageSpec, VariableKind
-from anabranch.operators.process import FrameSettings, Program, declare_state, run_frames, run_rows
+from anabranch.operators.process import FrameSettings, Program, TimeMode, declare_state, run_frames, run_rows
+from anabranch.wire.routed import Answers, Expiry
 
 Key = tuple[Any, ...]
 
@@ -29,6 +30,8 @@ class ModelState:
         self.entries: dict[str, dict[Key, dict[Key, tuple[Key, Key]]]] = {
             variable.name: {} for variable in spec.variables
         }
+        #: By what stands for a key: the key.
+        self.keys: dict[Key, Key] = {}
         self.reads: list[pa.Table] = []
         self.writes: list[Mapping[str, pa.Table]] = []
 
@@ -38,6 +41,24 @@ class ModelState:
         assert len(set(map(_plain, wanted))) == len(wanted), "keys are distinct"
         self.reads.append(keys)
         return {name: self._answer(name, wanted) for name in self.entries}
+
+    def ask(self, keys: pa.Table, *, rest: bool = False, expiries: Sequence[Expiry] = ()) -> Answers:
+        assert not rest
+        expired = {expiry.variable: self._expired(expiry) for expiry in expiries}
+        return Answers(found=dict(self.read(keys)), rest={}, expired=expired)
+
+    def _expired(self, expiry: Expiry) -> pa.Table:
+        layout = self.spec.layouts[expiry.variable]
+        place = layout.rows.names.index(expiry.column)
+        rows = [
+            (*self.keys[key], *subkey, *value)
+            for key, stored in self.entries[expiry.variable].items()
+            for subkey, value in stored.values()
+        ]
+        due = [row for row in rows if row[place] is not None and row[place] <= expiry.up_to]
+        columns = list(zip(*due, strict=True)) or [()] * len(layout.rows)
+        arrays = [pa.array(c, field.type) for c, field in zip(columns, layout.rows, strict=True)]
+        return pa.table(arrays, schema=layout.rows)
 
     def _answer(self, name: str, wanted: list[Key]) -> pa.Table:
         layout = self.spec.layouts[name]
@@ -64,8 +85,10 @@ class ModelState:
         assert table.column_names[1] == OP
         first_value = len(layout.keys) + 1 + len(layout.subkey)
         changed: set[Key] = set()
+        entries: set[tuple[Key, Key]] = set()
         for row in _tuples(table.columns):
             key, op = _plain((row[0], *row[2 : len(layout.keys) + 1])), row[1]
+            self.keys[key] = (row[0], *row[2 : len(layout.keys) + 1])
             subkey, value = row[len(layout.keys) + 1 : first_value], row[first_value:]
             stored = self.entries[name].setdefault(key, {})
             if op == Op.CLEAR:
@@ -73,12 +96,16 @@ class ModelState:
                 assert set(row[len(layout.keys) + 1 :]) <= {None}
                 stored.clear()
             elif op == Op.DELETE:
+                assert (key, _plain(subkey)) not in entries, "an entry has one change"
                 assert _plain(subkey) in stored, "only what is stored is deleted"
                 del stored[_plain(subkey)]
             else:
                 assert op == Op.PUT
+                assert (key, _plain(subkey)) not in entries, "an entry has one change"
                 stored[_plain(subkey)] = subkey, value
             changed.add(key)
+            if op != Op.CLEAR:
+                entries.add((key, _plain(subkey)))
             if not stored:
                 del self.entries[name][key]
 
@@ -140,15 +167,23 @@ def run_epochs(
     output: StructType,
     frames: FrameSettings | None = None,
     hash_of: Any = None,
+    time_mode: TimeMode = TimeMode.NONE,
+    times: Sequence[int] = (),
+    initial: Any = (),
 ) -> tuple[ModelState, list[list[dict[str, Any]]]]:
-    """Runs a processor for some epochs, in pandas if there are settings for frames; the state and the output."""
-    spec = declare_state(processor, key, StageNumber(1), "stage1")
+    """Runs a processor for some epochs, in pandas if there are settings for frames; the state and the output.
+
+    With a time mode, the times of the epochs are the time of day and the watermark.
+    """
+    spec = declare_state(processor, key, StageNumber(1), "stage1", time_mode)
     state = ModelState(spec)
-    program = Program(spec, processor, output, frames or FrameSettings())
+    program = Program(spec, processor, output, frames or FrameSettings(), time_mode)
     outputs = []
-    for rows in epochs:
+    for number, rows in enumerate(epochs):
         batches = batches_of(rows, spec, hash_of=hash_of) if rows else []
-        produced = list((run_frames if frames else run_rows)(batches, program, state))
+        first = batches_of(initial, spec, hash_of=hash_of) if initial and number == 0 else []
+        values = TimerValues(times[number], times[number]) if times else None
+        produced = list((run_frames if frames else run_rows)(batches, program, state, values, first))
         assert all(batch.schema.equals(program.output_schema) for batch in produced)
         outputs.append(rows_in(produced))
     assert len(state.writes) == len(outputs), "each epoch is one write"

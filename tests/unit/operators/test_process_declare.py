@@ -34,7 +34,7 @@ from pyspark.sql.types import (
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
-from anabranch.operators.process import check_arguments, declare_state
+from anabranch.operators.process import TimeMode, check_output_mode, checked_time_mode, declare_state
 
 KEY = pa.schema([("id", pa.string())])
 COUNT = fields(count="long")
@@ -133,12 +133,11 @@ def test_a_processor_without_state_is_fine() -> None:
     ("init", "named"),
     [
         (lambda h: h.getValueState("count", COUNT, 1000), "ttlDurationMs of the state variable count"),
-        (lambda h: h.getListState("seen", COUNT, ttlDurationMs=0), "ttlDurationMs of the state variable seen"),
+        (lambda h: h.getListState("seen", COUNT, ttlDurationMs=7), "ttlDurationMs of the state variable seen"),
         (lambda h: h.getMapState("m", COUNT, COUNT, 5), "ttlDurationMs of the state variable m"),
         (lambda h: h.registerTimer(5), "registerTimer"),
         (lambda h: h.deleteTimer(5), "deleteTimer"),
         (lambda h: h.listTimers(), "listTimers"),
-        (lambda h: h.deleteIfExists("old"), "deleteIfExists('old')"),
         (lambda h: [h.getValueState("x", COUNT), h.getListState("x", COUNT)], "a second state variable x"),
         (lambda h: h.getValueState(" x", COUNT), "' x'"),
         (lambda h: h.getValueState("", COUNT), "''"),
@@ -181,24 +180,65 @@ def test_names_of_the_key_must_not_be_taken() -> None:
         declare_state(Processor(lambda h: None), pa.schema([("_index", pa.int64())]), StageNumber(0), "s")  # noqa: ARG005
 
 
-@pytest.mark.parametrize("time_mode", ["none", "None", "NONE"])
 @pytest.mark.parametrize("output_mode", ["append", "Update", "COMPLETE"])
+@pytest.mark.parametrize("time_mode", ["none", "None", "ProcessingTime", "eventTime", "EVENTTIME"])
 def test_modes_are_read_in_any_case(time_mode: str, output_mode: str) -> None:
-    check_arguments(output_mode=output_mode, time_mode=time_mode, initial_state=None, event_time_column="")
+    check_output_mode(output_mode)
+    assert checked_time_mode(time_mode).value == time_mode.lower()
+
+
+def test_unknown_modes_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="timeMode 'never' is unknown"):
+        checked_time_mode("never")
+    with pytest.raises(UnsupportedError, match="outputMode 'retract'"):
+        check_output_mode("retract")
+
+
+def declare_timed(what: Any, mode: TimeMode) -> StageSpec:
+    return declare_state(Processor(what), KEY, StageNumber(3), "orders", mode)
+
+
+def test_time_to_live_and_timers_are_part_of_the_declared_state() -> None:
+    def init(handle: StatefulProcessorHandle) -> None:
+        handle.getValueState("count", COUNT, 1000)
+        handle.getListState("seen", COUNT, ttlDurationMs=0)
+        handle.getMapState("m", COUNT, COUNT, 5)
+
+    spec = declare_timed(init, TimeMode.PROCESSING_TIME)
+    assert [(variable.name, variable.value.names) for variable in spec.variables] == [
+        ("count", ["count", "_expiry_ms"]),
+        ("seen", ["count"]),
+        ("m", ["count", "_expiry_ms"]),
+        ("_timers", []),
+    ]
+    assert StageSpec.from_json(spec.to_json()) == spec
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    ("init", "mode", "says"),
     [
-        ({"time_mode": "ProcessingTime"}, "timeMode 'ProcessingTime'"),
-        ({"time_mode": "eventtime"}, "timeMode 'eventtime'"),
-        ({"time_mode": "never"}, "timeMode 'never' is unknown"),
-        ({"output_mode": "retract"}, "outputMode 'retract'"),
-        ({"initial_state": object()}, "initialState"),
-        ({"event_time_column": "at"}, "eventTimeColumnName 'at'"),
+        (lambda h: h.getValueState("x", COUNT, 9), TimeMode.EVENT_TIME, "ttlDurationMs of .* x with .*'eventtime'"),
+        (lambda h: h.getValueState("x", COUNT, -1), TimeMode.PROCESSING_TIME, "ttlDurationMs -1 of .* x .*positive"),
+        (lambda h: h.getValueState("_timers", COUNT), TimeMode.NONE, "named _timers"),
+        (lambda h: h.getValueState("x", fields(_expiry_ms="long")), TimeMode.NONE, "_expiry_ms"),
+        (lambda h: h.registerTimer(5), TimeMode.EVENT_TIME, "registerTimer in init"),
+        (lambda h: h.listTimers(), TimeMode.PROCESSING_TIME, "listTimers in init"),
     ],
 )
-def test_arguments_that_are_not_supported_are_refused_by_name(changed: dict[str, Any], named: str) -> None:
-    arguments = {"output_mode": "update", "time_mode": "none", "initial_state": None, "event_time_column": ""}
-    with pytest.raises(UnsupportedError, match=named):
-        check_arguments(**(arguments | changed))  # type: ignore[arg-type]
+def test_what_goes_by_time_is_refused_where_it_cannot(init: Any, mode: TimeMode, says: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"Stage orders: .*{says}"):
+        declare_timed(init, mode)
+
+
+def test_a_deleted_variable_is_not_declared() -> None:
+    spec = declare(lambda h: [h.deleteIfExists("old"), h.getValueState("new", COUNT)])
+    assert [variable.name for variable in spec.variables] == ["new"]
+
+
+@pytest.mark.parametrize("first", ["ask", "delete"])
+def test_what_is_deleted_cannot_be_asked_for(first: str) -> None:
+    steps = [lambda h: h.getValueState("x", COUNT), lambda h: h.deleteIfExists("x")]
+    with pytest.raises(
+        UnsupportedError, match=r"deleteIfExists\('x'\).*Delete a state variable that init does not ask"
+    ):
+        declare(lambda h: [step(h) for step in (steps if first == "ask" else reversed(steps))])

@@ -73,12 +73,16 @@ def test_without_a_key_there_is_no_state(where: str, act: Act) -> None:
         (lambda p: p.handle.registerTimer(1), "registerTimer"),
         (lambda p: p.handle.deleteTimer(1), "deleteTimer"),
         (lambda p: list(p.handle.listTimers()), "listTimers"),
-        (lambda p: p.handle.deleteIfExists("v"), "deleteIfExists"),
     ],
 )
-def test_what_is_not_supported_is_refused_while_rows_are_handled_too(act: Act, named: str) -> None:
-    with pytest.raises(UnsupportedError, match=named):
+def test_without_a_time_mode_there_are_no_timers(act: Act, named: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{named} with timeMode 'none'.*Use timeMode 'processingTime'"):
         run({"a": "act"}, act=act)
+
+
+def test_state_is_deleted_in_init_only() -> None:
+    with pytest.raises(EpochError, match=r"deleteIfExists\('v'\) was called after init"):
+        run({"a": "act"}, act=lambda p: p.handle.deleteIfExists("v"))
 
 
 def test_state_variables_are_asked_for_in_init_only() -> None:

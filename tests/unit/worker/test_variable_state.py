@@ -311,3 +311,32 @@ def test_columns_of_keys_may_be_chunked_or_a_record_batch(state: VariableState) 
     assert state.read(chunked, 0).column("x").to_pylist() == [1, 2, 3]
     assert state.read(chunked.combine_chunks().to_batches()[0], 0).column("x").to_pylist() == [1, 2, 3]
     assert state.read(VALUE.keys.empty_table(), 0).num_rows == 0
+
+
+def test_a_map_may_have_keys_and_no_values(open_kind: OpenKind) -> None:
+    """As timers are: the time is the key, and there is nothing more to say."""
+    layout = Layout(
+        pa.schema([("k", pa.string())]),
+        VariableSpec("timers", VariableKind.MAP, pa.schema([]), pa.schema([("expiry_ms", pa.int64())])),
+    )
+    state = VariableState(layout, 16, open_kind(layout, 16))
+
+    def change(epoch: int, *rows: tuple[str, int, int]) -> None:
+        keys, ops, times = zip(*rows, strict=True)
+        hashes = [hash_of(key) for key in keys]
+        state.add_layer(epoch, pa.table([hashes, pa.array(ops, pa.int8()), keys, times], schema=layout.changes))
+
+    def hash_of(key: str) -> int:
+        return ord(key) * 7919
+
+    change(0, ("a", Op.PUT, 5), ("a", Op.PUT, 7), ("b", Op.PUT, 5))
+    change(1, ("a", Op.DELETE, 5), ("c", Op.PUT, 9))
+    asked = pa.table([[hash_of(key) for key in "abc"], list("abc")], schema=layout.keys)
+    for folded in (None, 0, 1):
+        if folded is not None:
+            state.fold(folded)
+        found = state.read(asked, 1)
+        assert sorted(zip(*[found.column(i).to_pylist() for i in range(2)], strict=True)) == [(0, 7), (1, 5), (2, 9)]
+        scanned = [row for batch in state.scan(1) for row in batch.to_pylist()]
+        assert sorted((row["k"], row["expiry_ms"]) for row in scanned) == [("a", 7), ("b", 5), ("c", 9)]
+    state.close()

@@ -1,61 +1,41 @@
-"""From Spark's own aggregate columns, such as ``F.sum("x").alias("total")``, to mergeable partial aggregates."""
+"""Which aggregate functions of Spark's can be merged with state, and how each is taken apart.
+
+A function that has to remember values keeps them in the state: distinct counts, sums and averages, collect_list,
+collect_set, mode, median and percentile grow with the values of a key. The synopses (approx_count_distinct, sketches,
+percentile_approx, approx_top_k) do not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
-    BinaryType,
     BooleanType,
     DataType,
-    DateType,
     DecimalType,
-    DoubleType,
     LongType,
-    NumericType,
     StringType,
-    TimestampNTZType,
-    TimestampType,
+    StructField,
+    StructType,
 )
 
 from anabranch.core.errors import UnsupportedError
+from anabranch.operators.aggregate import catalyst, collected, statistics, synopses
+from anabranch.operators.aggregate.call import Buffer, Call, Columns, Parts
+from anabranch.operators.aggregate.catalyst import Expression
 from anabranch.operators.aggregate.merge import Merge
-
-_ORDERABLE = (
-    NumericType,
-    StringType,
-    BinaryType,
-    BooleanType,
-    DateType,
-    TimestampType,
-    TimestampNTZType,
-)
-SUPPORTED = ("count", "sum", "avg", "min", "max")
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """One column of partial aggregate: how Spark computes it from an epoch's rows, and how two of them merge."""
-
-    suffix: str
-    partial: Callable[[Sequence[Column]], Column]
-    type: DataType
-    merge: Merge
-    #: How many buffers further on is the one that tells whether any value was seen: a sum of decimals that is null
-    #: although it has seen some has overflowed, and stays null. 0: a null means that there was no value yet.
-    seen: int = 0
 
 
 @dataclass(frozen=True)
 class AggregateFunction:
-    """An aggregate as the user wrote it, taken apart."""
+    """A column of the result: an aggregate, or an expression of several, taken apart."""
 
-    name: str
-    #: The expressions that it aggregates; they may be bound to the DataFrame that the user took them from.
+    #: What the columns of the state mean, one for each buffer: the functions' names.
+    meanings: tuple[str, ...]
+    #: The expressions that are aggregated, by name of the stage's columns.
     arguments: tuple[Column, ...]
     #: Its name and type in the result.
     output_name: str
@@ -63,139 +43,180 @@ class AggregateFunction:
     buffers: tuple[Buffer, ...]
     #: From the merged buffers to the result.
     finish: Callable[[Sequence[Column]], Column]
+    #: Whether its one buffer is the result.
+    plain: bool
 
 
-@dataclass(frozen=True)
-class Call:
-    """A function column before its types are known."""
-
-    function: str
-    arguments: tuple[Column, ...]
-    text: str
-
-
-def parse(column: Column) -> Call:
-    """Read function and arguments from a column, or say why it cannot be merged."""
-    node = _node_of(column)
+def take_apart(node: Expression, unbound: Callable[[Expression], Expression]) -> tuple[str, Parts]:
+    """An AggregateExpression of Spark's: its name, and its parts. `unbound` makes columns of the stage's rows."""
+    function = node.aggregateFunction()
     text = node.sql()
-    while node.getClass().getSimpleName() == "Alias":
-        node = node.child()
-    kind = node.getClass().getSimpleName()
-    if kind == "SqlExpression":
+    name: str = function.prettyName()
+    while catalyst.is_a(function, catalyst.REPLACEABLE):
+        function = function.replacement()
+    entry = _TABLE.get(catalyst.kind(function))
+    if entry is None:
         raise UnsupportedError(
-            f"The aggregate {text!r} is SQL text, which cannot be taken apart. Write it with functions, for example "
-            "F.sum('x') instead of F.expr('sum(x)')."
+            f"The aggregate {text!r} is not supported: {name} cannot be merged with the state of earlier epochs. "
+            "Use transformWithState, or another aggregate."
         )
-    if kind != "UnresolvedFunction" or node.functionName().lower() not in SUPPORTED:
-        raise UnsupportedError(
-            f"The aggregate {text!r} is not supported. Supported are {', '.join(SUPPORTED)}, each on its own: "
-            "compute expressions of several aggregates in a select after the aggregation."
-        )
-    if node.isDistinct():
-        raise UnsupportedError(f"The aggregate {text!r} is over distinct values, which is not supported.")
-    arguments = node.arguments()
-    parts = [arguments.apply(position) for position in range(arguments.size())]
-    columns = tuple(_column(part) for part in parts if part.getClass().getSimpleName() != "UnresolvedStar")
-    return Call(node.functionName().lower(), columns, text)
-
-
-def sql_of(column: Column) -> str:
-    """The column as SQL-like text."""
-    text: str = _node_of(column).sql()
-    return text
-
-
-def resolve(
-    call: Call, *, argument_types: Sequence[DataType], output_name: str, output_type: DataType, ansi: bool
-) -> AggregateFunction:
-    """Choose the partial aggregates of a call whose types Spark has worked out."""
-    argument_type = argument_types[0] if argument_types else LongType()
-    maker = {"count": _count, "sum": _sum, "avg": _avg, "min": _extreme, "max": _extreme}[call.function]
-    buffers, finish = maker(call, argument_type, output_type, ansi)
-    return AggregateFunction(call.function, call.arguments, output_name, output_type, buffers, finish)
-
-
-_Parts = tuple[tuple[Buffer, ...], Callable[[Sequence[Column]], Column]]
-
-
-def _count(_call: Call, _type: DataType, _output: DataType, _ansi: bool) -> _Parts:
-    def partial(inputs: Sequence[Column]) -> Column:
-        if len(inputs) <= 1:
-            return F.count(inputs[0] if inputs else F.lit(1))
-        # Spark's count of several columns counts the rows in which none of them is null.
-        nulls = [column.isNull() for column in inputs]
-        any_null = nulls[0]
-        for null in nulls[1:]:
-            any_null = any_null | null
-        return F.count(F.when(~any_null, F.lit(1)))
-
-    return (Buffer("", partial, LongType(), Merge.SUM),), lambda buffers: buffers[0]
-
-
-def _sum(call: Call, argument: DataType, output: DataType, _ansi: bool) -> _Parts:
-    _require(call, argument, (NumericType, StringType))
-    if isinstance(argument, DecimalType):
-        total = Buffer("", lambda inputs: F.sum(inputs[0]), output, Merge.SUM, seen=1)
-        seen = Buffer(".seen", lambda inputs: F.count(inputs[0]) > 0, BooleanType(), Merge.MAX)
-        return (total, seen), lambda buffers: buffers[0]
-    return (Buffer("", lambda inputs: F.sum(inputs[0]), output, Merge.SUM),), lambda buffers: buffers[0]
-
-
-def _avg(call: Call, argument: DataType, output: DataType, ansi: bool) -> _Parts:
-    _require(call, argument, (NumericType, StringType))
-    count = Buffer(".count", lambda inputs: F.count(inputs[0]), LongType(), Merge.SUM)
-    if isinstance(argument, DecimalType):
-        total_type = DecimalType(min(38, argument.precision + 10), argument.scale)
-        total = Buffer(".sum", lambda inputs: F.sum(inputs[0]), total_type, Merge.SUM, seen=1)
-        return (total, count), lambda b: F.when(b[1] != 0, _divide(b[0], b[1].cast("decimal(20,0)"), output, ansi))
-    total = Buffer(".sum", lambda inputs: F.sum(inputs[0].cast("double")), DoubleType(), Merge.SUM)
-    return (total, count), lambda b: F.when(b[1] != 0, b[0] / b[1].cast("double"))
-
-
-def _extreme(call: Call, argument: DataType, output: DataType, _ansi: bool) -> _Parts:
-    _require(call, argument, _ORDERABLE)
-    function = F.min if call.function == "min" else F.max
-    merge = Merge.MIN if call.function == "min" else Merge.MAX
-    return (Buffer("", lambda inputs: function(inputs[0]), output, merge),), lambda buffers: buffers[0]
-
-
-def _require(call: Call, argument: DataType, allowed: tuple[type[DataType], ...]) -> None:
-    if not isinstance(argument, allowed):
-        raise UnsupportedError(
-            f"The aggregate {call.text!r} is not supported over {argument.simpleString()}. "
-            "Aggregate one of its fields instead, or use transformWithState."
-        )
-
-
-def _node_of(column: Column) -> Any:
-    java_column: Any = column._jc
-    return java_column.node()
-
-
-def _divide(total: Column, count: Column, output: DataType, ansi: bool) -> Column:
-    """The division that Spark's own average uses: ``total / count`` rounds to fewer digits than the average has."""
-    from pyspark.sql.classic.column import Column as ClassicColumn
-
-    jvm = _jvm()
-    columns = jvm.org.apache.spark.sql.classic.ExpressionUtils
-    left, right = (columns.expression(column._jc) for column in (total, count))
-    result = jvm.org.apache.spark.sql.types.DataType.fromJson(output.json())
-    quotient = jvm.org.apache.spark.sql.catalyst.expressions.DecimalDivideWithOverflowCheck(
-        left, right, result, None, not ansi
+    take, count = entry
+    arguments = catalyst.children(function)[: count or None]
+    condition = node.filter()
+    call = Call(
+        function=function,
+        name=name,
+        distinct=node.isDistinct(),
+        values=tuple(catalyst.column(unbound(argument)) for argument in arguments),
+        types=tuple(catalyst.type_of(argument) for argument in arguments),
+        output=catalyst.type_of(function),
+        condition=catalyst.column(unbound(condition.get())) if condition.isDefined() else None,
+        text=text,
     )
-    return ClassicColumn(columns.column(quotient))
+    if call.distinct and take not in _DISTINCT:
+        raise UnsupportedError(
+            f"The aggregate {text!r} is over distinct values, which is supported for count, sum, avg, min, max, "
+            "collect_list and collect_set only."
+        )
+    parts = take(call)
+    return f"{name} distinct" if call.distinct and take in (_count, _sum, _avg) else name, parts
 
 
-def _column(node: Any) -> Column:
-    from pyspark.sql.classic.column import Column as ClassicColumn
+def _count(call: Call) -> Parts:
+    if call.distinct:
+        return collected.count_distinct(call)
+    if call.condition is None and all(not part.nullable() for part in catalyst.children(call.function)):
+        # Nothing to look at in the rows: as F.count("*").
+        buffer = Buffer("", lambda _: F.count(F.lit(1)), LongType(), Merge.SUM, nullable=False)
+        return Parts((), (buffer,), lambda buffers: buffers[0], plain=True)
+    return call.simple(Merge.SUM, nullable=False)
 
-    return ClassicColumn(_jvm().org.apache.spark.sql.Column(node))
+
+def _sum(call: Call) -> Parts:
+    if call.distinct:
+        return collected.sum_distinct(call)
+    attempted = call.name == "try_sum"
+    if not attempted and not isinstance(call.types[0], DecimalType):
+        return call.simple(Merge.SUM)
+    how = Merge.TRY_SUM if attempted else Merge.SUM
+    seen = Buffer(".seen", lambda inputs: F.count(inputs[0]) > 0, BooleanType(), Merge.MAX)
+    return Parts(call.arguments, (Buffer("", call.again, call.output, how, seen=1), seen), lambda buffers: buffers[0])
 
 
-def _jvm() -> Any:
-    from pyspark import SparkContext
+def _avg(call: Call) -> Parts:
+    if call.distinct:
+        return collected.avg_distinct(call)
+    total_type, _ = (
+        catalyst.type_of(attribute) for attribute in catalyst.sequence(call.function.aggBufferAttributes())
+    )
+    # Decimals and intervals that do not fit are null in Spark's buffer, and errors, if any, come when it is evaluated.
+    attempted = isinstance(total_type, DecimalType) and call.name == "try_avg"
+    count = Buffer(".count", lambda inputs: F.count(inputs[0]), LongType(), Merge.SUM)
+    total = Buffer(
+        ".sum",
+        lambda inputs: (F.try_sum if attempted else F.sum)(inputs[0].cast(total_type)).cast(total_type),
+        total_type,
+        Merge.TRY_SUM if attempted else Merge.SUM,
+        seen=1 if isinstance(total_type, DecimalType) else 0,
+    )
+    return Parts(call.arguments, (total, count), call.evaluated)
 
-    context = SparkContext._active_spark_context
-    if context is None or context._jvm is None:
-        raise UnsupportedError("There is no active Spark context. Create a SparkSession first.")
-    return context._jvm
+
+def _extreme(how: Merge) -> Callable[[Call], Parts]:
+    def take(call: Call) -> Parts:
+        call.require_binary_collation()
+        return call.simple(how)
+
+    return take
+
+
+def _bits(how: Merge) -> Callable[[Call], Parts]:
+    return lambda call: call.simple(how)
+
+
+def _product(call: Call) -> Parts:
+    return call.simple(Merge.PRODUCT)
+
+
+def _first_or_last(function: Callable[..., Column], how: Merge) -> Callable[[Call], Parts]:
+    """In a struct, because the first value may be a null, which is not the same as none."""
+
+    def take(call: Call) -> Parts:
+        (value,) = call.values
+        held = F.struct(value.alias("value"))
+        conditions = [] if call.condition is None else [call.condition]
+        if call.function.ignoreNulls():
+            conditions.append(value.isNotNull())
+        for condition in conditions:
+            held = F.when(condition, held)
+        kind = StructType([StructField("value", call.output)])
+        buffer = Buffer("", lambda inputs: function(inputs[0], ignorenulls=True), kind, how)
+        return Parts((held,), (buffer,), lambda buffers: buffers[0]["value"])
+
+    return take
+
+
+def _by(extreme: Callable[[Column], Column], how: Merge) -> Callable[[Call], Parts]:
+    def take(call: Call) -> Parts:
+        call.require_binary_collation()
+
+        def partial(inputs: Columns) -> Column:
+            by = extreme(inputs[1])
+            return F.when(by.isNotNull(), F.struct(call.again(inputs).alias("value"), by.alias("by")))
+
+        kind = StructType([StructField("value", call.output), StructField("by", call.types[1])])
+        return Parts(call.arguments, (Buffer("", partial, kind, how),), lambda buffers: buffers[0]["value"])
+
+    return take
+
+
+def _listagg(call: Call) -> Parts:
+    if len(catalyst.children(call.function)) > 2 or not isinstance(call.output, StringType):
+        raise UnsupportedError(
+            f"The aggregate {call.text!r} is not supported: listagg takes strings, without WITHIN GROUP. Collect "
+            "structs with collect_list, and sort them in a select after the aggregation."
+        )
+    return collected.joined(call)
+
+
+_min, _max = _extreme(Merge.MIN), _extreme(Merge.MAX)
+#: By the name of Spark's class: how it is taken apart, and how many of its arguments are values (0: all of them).
+_TABLE: dict[str, tuple[Callable[[Call], Parts], int]] = {
+    "Count": (_count, 0),
+    "Sum": (_sum, 1),
+    "Average": (_avg, 1),
+    "Min": (_min, 1),
+    "Max": (_max, 1),
+    "Product": (_product, 1),
+    "BitAndAgg": (_bits(Merge.BIT_AND), 1),
+    "BitOrAgg": (_bits(Merge.BIT_OR), 1),
+    "BitXorAgg": (_bits(Merge.BIT_XOR), 1),
+    "First": (_first_or_last(F.first, Merge.FIRST), 1),
+    "Last": (_first_or_last(F.last, Merge.LAST), 1),
+    "MinBy": (_by(F.min, Merge.MIN_BY), 2),
+    "MaxBy": (_by(F.max, Merge.MAX_BY), 2),
+    "CollectList": (collected.collect_list, 1),
+    "CollectSet": (collected.collect_set, 1),
+    "CollectUnion": (collected.collect_union, 1),
+    "ListAgg": (_listagg, 1),
+    "Mode": (collected.mode, 1),
+    "Percentile": (collected.percentile, 1),
+    "PercentileDisc": (collected.percentile, 1),
+    **dict.fromkeys(statistics.MOMENTS, (statistics.moments, 1)),
+    **dict.fromkeys(statistics.COMOMENTS, (statistics.comoments, 2)),
+    "HyperLogLogPlusPlus": (synopses.approx_count_distinct, 1),
+    "HllSketchAgg": (synopses.hll, 1),
+    "HllUnionAgg": (synopses.hll, 1),
+    "ThetaSketchAgg": (synopses.theta, 1),
+    "ThetaUnionAgg": (synopses.theta, 1),
+    "ThetaIntersectionAgg": (synopses.theta_intersection, 1),
+    **dict.fromkeys(synopses.KLL, (synopses.kll, 1)),
+    "ApproximatePercentile": (synopses.percentile_approx, 1),
+    "ApproxTopK": (synopses.approx_top_k, 1),
+    "CountMinSketchAgg": (synopses.count_min_sketch, 1),
+    "BitmapConstructAgg": (synopses.bitmap_union, 1),
+    "BitmapOrAgg": (synopses.bitmap_union, 1),
+    "BitmapAndAgg": (synopses.bitmap_intersection, 1),
+}
+#: Those that can be over distinct values: to some it makes no difference.
+_DISTINCT = (_count, _sum, _avg, _min, _max, collected.collect_list, collected.collect_set)

@@ -4,29 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from typing import Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from anabranch.core.errors import EpochError
+from anabranch.operators.aggregate.ranks import ranks
 
 
 class Merge(StrEnum):
     """How two partial aggregates of one key become one."""
 
     SUM = "sum"
+    #: As SUM, but a sum that does not fit is null, with ANSI as well.
+    TRY_SUM = "try_sum"
+    PRODUCT = "product"
     MIN = "min"
     MAX = "max"
+    #: That of the earliest epoch, and that of the latest.
+    FIRST = "first"
+    LAST = "last"
+    #: Structs of a value and what it is ordered by.
+    MIN_BY = "min_by"
+    MAX_BY = "max_by"
+    BIT_AND = "bit_and"
+    BIT_OR = "bit_or"
+    BIT_XOR = "bit_xor"
 
 
-def merge_columns(how: Merge, old: pa.Array, new: pa.Array, *, ansi: bool) -> pa.Array:
+class Rule(Protocol):
+    """A way of merging that has parameters or is long: a frozen dataclass, because it goes to the tasks."""
+
+    def merge(self, old: pa.Array, new: pa.Array) -> pa.Array:
+        """Merge two columns without nulls."""
+
+
+How = Merge | Rule
+
+
+def merge_columns(how: How, old: pa.Array, new: pa.Array, *, ansi: bool) -> pa.Array:
     """One column of merged partial aggregates. A null is an aggregate that has seen no value yet."""
     if old.null_count == len(old):
         return new
+    if new.null_count == len(new):
+        return old
+    if not isinstance(how, Merge):
+        return _merge_where_both(how, old, new)
     merged = _MERGES[how](old, new, ansi)
     if old.null_count == 0 and new.null_count == 0:
         return merged
     return pc.if_else(pc.is_null(old), new, pc.if_else(pc.is_null(new), old, merged))
+
+
+def _merge_where_both(rule: Rule, old: pa.Array, new: pa.Array) -> pa.Array:
+    if old.null_count == 0 and new.null_count == 0:
+        return rule.merge(old, new)
+    no_old, no_new = (side.is_null().to_numpy(zero_copy_only=False) for side in (old, new))
+    both = np.flatnonzero(~no_old & ~no_new)
+    merged = rule.merge(old.take(pa.array(both)), new.take(pa.array(both)))
+    source = np.where(no_old, np.arange(len(old)) + len(old), np.arange(len(old)))
+    source[both] = np.arange(len(both)) + 2 * len(old)
+    return pa.concat_arrays([old, new, merged]).take(pa.array(source))
 
 
 def null_where_overflowed(merged: pa.Array, total: pa.Array, seen: pa.Array) -> pa.Array:
@@ -49,6 +89,15 @@ def _sum(old: pa.Array, new: pa.Array, ansi: bool) -> pa.Array:
             "[ARITHMETIC_OVERFLOW] A sum exceeds the range of its type. Cast the column to DECIMAL or DOUBLE before "
             "the aggregation, or set spark.sql.ansi.enabled to false to let it wrap around."
         ) from None
+
+
+def _try_sum(old: pa.Array, new: pa.Array, _ansi: bool) -> pa.Array:
+    if not pa.types.is_integer(old.type):
+        return _sum(old, new, False)
+    total = pc.add(old, new)
+    # A sum that has wrapped around has another sign than both of its parts.
+    fits = pc.greater_equal(pc.bit_wise_and(pc.bit_wise_xor(old, total), pc.bit_wise_xor(new, total)), 0)
+    return pc.if_else(fits, total, pa.scalar(None, total.type))
 
 
 def _sum_decimals(old: pa.Array, new: pa.Array, ansi: bool) -> pa.Array:
@@ -83,7 +132,13 @@ def _larger(old: pa.Array, new: pa.Array, _ansi: bool) -> pa.Array:
 
 
 def _pick(old: pa.Array, new: pa.Array, better: Callable[[pa.Array, pa.Array], pa.Array]) -> pa.Array:
-    """The better of the two in each row. Spark orders NaN above every other number."""
+    """The better of the two in each row; of equal ones the old. Spark orders NaN above every other number."""
+    if pa.types.is_nested(old.type):
+        # Arrow compares nothing nested; the order of numbers that stand for the values is the same.
+        number = ranks(pa.concat_arrays([old, new]))
+        return _choose(
+            old, new, pc.fill_null(better(pa.array(number[len(old) :]), pa.array(number[: len(old)])), False)
+        )
     choose_new = better(new, old)
     if pa.types.is_floating(old.type):
         old_nan, new_nan = pc.is_nan(old), pc.is_nan(new)
@@ -92,8 +147,33 @@ def _pick(old: pa.Array, new: pa.Array, better: Callable[[pa.Array, pa.Array], p
     return pc.if_else(choose_new, new, old)
 
 
+def _smaller_by(old: pa.Array, new: pa.Array, _ansi: bool) -> pa.Array:
+    number = ranks(pa.concat_arrays([old.field("by"), new.field("by")]))
+    return _choose(old, new, pa.array(number[len(old) :] <= number[: len(old)]))
+
+
+def _larger_by(old: pa.Array, new: pa.Array, _ansi: bool) -> pa.Array:
+    number = ranks(pa.concat_arrays([old.field("by"), new.field("by")]))
+    return _choose(old, new, pa.array(number[len(old) :] >= number[: len(old)]))
+
+
+def _choose(old: pa.Array, new: pa.Array, choose_new: pa.Array) -> pa.Array:
+    """Of each row one of the two, of any type."""
+    rows = np.arange(len(old)) + len(old) * choose_new.to_numpy(zero_copy_only=False)
+    return pa.concat_arrays([old, new]).take(pa.array(rows))
+
+
 _MERGES: dict[Merge, Callable[[pa.Array, pa.Array, bool], pa.Array]] = {
     Merge.SUM: _sum,
+    Merge.TRY_SUM: _try_sum,
+    Merge.PRODUCT: lambda old, new, _ansi: pc.multiply(old, new),
     Merge.MIN: _smaller,
     Merge.MAX: _larger,
+    Merge.FIRST: lambda old, _new, _ansi: old,
+    Merge.LAST: lambda _old, new, _ansi: new,
+    Merge.MIN_BY: _smaller_by,
+    Merge.MAX_BY: _larger_by,
+    Merge.BIT_AND: lambda old, new, _ansi: pc.bit_wise_and(old, new),
+    Merge.BIT_OR: lambda old, new, _ansi: pc.bit_wise_or(old, new),
+    Merge.BIT_XOR: lambda old, new, _ansi: pc.bit_wise_xor(old, new),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
 import numpy as np
@@ -20,8 +21,9 @@ from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.aggregate.functions import AggregateFunction
-from anabranch.operators.aggregate.merge import Merge, merge_columns, null_where_overflowed
+from anabranch.operators.aggregate.merge import How, merge_columns, null_where_overflowed
 from anabranch.operators.keys import key_name, nullable_field
+from anabranch.operators.matching import rows_of_other_keys
 from anabranch.wire.routed import Answers, Expiry, RoutedState, StageAccess
 
 #: The state variable of an aggregate stage.
@@ -32,6 +34,21 @@ ALL = "_all"
 _FEW_ROWS = 100_000
 #: So many rows of one key in an epoch make it worth while to combine them before they are moved.
 _REPEATS_TO_COMBINE = 4
+
+
+#: For each buffer how it is merged, and how far on the buffer is that tells whether it has seen a value.
+Merges = tuple[tuple[How, int], ...]
+
+
+class Emits(Enum):
+    """Which rows an aggregation gives out."""
+
+    #: Update mode: those that this epoch has changed.
+    CHANGED = "changed"
+    #: Append mode: those that the watermark has passed.
+    OVER = "over"
+    #: Complete mode.
+    ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -69,16 +86,19 @@ class AggregateStage:
     def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
         # In complete mode the result keeps everything, and nothing is late.
         event_time = None if context.complete else self.event_time
-        merges = tuple((buffer.merge, buffer.seen) for function in self.functions for buffer in function.buffers)
-        task = _MergeTask(self.spec, merges, self.ansi, context.complete, event_time, self._task_schema.names)
+        emits = Emits.ALL if context.complete else Emits.OVER if context.append else Emits.CHANGED
+        task = _MergeTask(self.spec, merges_of(self.functions), self.ansi, emits, event_time, self.task_schema.names)
         placed = self._placed_first(rows, access) if self._places_first(context) else self._combined_first(rows, access)
-        merged = run_in_tasks(placed, access, task, self._task_schema)
-        return merged if self._is_final else merged.select(*self._results)
+        return self.finished(run_in_tasks(placed, access, task, self.task_schema))
+
+    def finished(self, merged: DataFrame) -> DataFrame:
+        """The result, from keys and merged partial aggregates."""
+        return merged if self._is_final else merged.select(*self.results)
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
         """The state as the query's result would show it."""
         del variable
-        return state.toDF(HASH, *self._key_names, *self._buffer_names).select(*self._results)
+        return state.toDF(HASH, *self._key_names, *self.buffer_names).select(*self.results)
 
     def _places_first(self, context: EpochContext) -> bool:
         """Whether moving all rows costs less than combining them before: one shuffle instead of two.
@@ -92,19 +112,19 @@ class AggregateStage:
 
     def _placed_first(self, rows: DataFrame, access: StageAccess) -> DataFrame:
         # Rows of a key are in one partition already, which Spark sees by PARTITION, so this needs no shuffle.
-        return place(rows, self._key_names, access).groupBy(PARTITION, HASH, *self._key_names).agg(*self._partials)
+        return place(rows, self._key_names, access).groupBy(PARTITION, HASH, *self._key_names).agg(*self.partials)
 
     def _combined_first(self, rows: DataFrame, access: StageAccess) -> DataFrame:
         if self.key_columns:
-            combined = rows.groupBy(*self._key_names).agg(*self._partials)
+            combined = rows.groupBy(*self._key_names).agg(*self.partials)
         else:
-            combined = rows.agg(*self._partials).select(F.lit(0).cast("byte").alias(key_name(0)), "*")
+            combined = rows.agg(*self.partials).select(F.lit(0).cast("byte").alias(key_name(0)), "*")
         return place(combined, self._key_names, access)
 
     # Columns and schemas are the same in every epoch, and each costs round trips to the JVM.
 
     @cached_property
-    def _partials(self) -> list[Column]:
+    def partials(self) -> list[Column]:
         partials = []
         for i, function in enumerate(self.functions):
             inputs = [F.col(_input(i, j)) for j in range(len(function.arguments))]
@@ -112,7 +132,7 @@ class AggregateStage:
         return partials
 
     @cached_property
-    def _results(self) -> list[Column]:
+    def results(self) -> list[Column]:
         keys = [
             F.col(key_name(i)).alias(field.name, metadata=field.metadata)
             for i, field in enumerate(self.key_fields)
@@ -128,11 +148,11 @@ class AggregateStage:
     def _is_final(self) -> bool:
         """Whether tasks emit the result itself, under its own names, which saves Spark a projection."""
         names = [*(field.name for field in self.key_fields), *(function.output_name for function in self.functions)]
-        plain = all(len(function.buffers) == 1 for function in self.functions)
+        plain = all(function.plain for function in self.functions)
         return plain and bool(self.key_columns) and len(set(names)) == len(names)
 
     @cached_property
-    def _task_schema(self) -> StructType:
+    def task_schema(self) -> StructType:
         fields = []
         for i, field in enumerate(self.key_fields):
             name = field.name if self._is_final else key_name(i)
@@ -147,7 +167,7 @@ class AggregateStage:
         return [key_name(i) for i in range(len(self.key_fields))]
 
     @cached_property
-    def _buffer_names(self) -> list[str]:
+    def buffer_names(self) -> list[str]:
         return [_buffer(i, j) for i, function in enumerate(self.functions) for j in range(len(function.buffers))]
 
 
@@ -156,10 +176,9 @@ class _MergeTask:
     """What a task does with its partition: read, merge, write, emit."""
 
     spec: StageSpec
-    #: For each buffer how it is merged, and how far on the buffer is that tells whether it has seen a value.
-    merges: tuple[tuple[Merge, int], ...]
+    merges: Merges
     ansi: bool
-    complete: bool
+    emits: Emits
     #: The key column with the event time that a watermark passes; its field, for a window.
     event_time: tuple[int, str] | None
     #: Of the columns that go out.
@@ -171,32 +190,51 @@ class _MergeTask:
         layout = self.spec.layouts[VARIABLE]
         partials = pa.Table.from_batches(batches).combine_chunks() if batches else layout.rows.empty_table()
         partials = partials.rename_columns(layout.rows.names).cast(layout.rows)
-        expiry = self._expiry(epoch)
-        if expiry is not None:
-            # Keys that the watermark has passed have been let go of, and must not come back.
-            late = EventTime(expiry.column, expiry.field).is_over(partials, expiry.up_to)
+        event_time = self._event_time()
+        if event_time is not None and epoch.late_watermark_ms is not None:
+            # Keys that the watermark had passed before have been let go of, and must not come back.
+            late = event_time.is_over(partials, epoch.late_watermark_ms * 1000)
             partials = partials.filter(pc.invert(late))
+        expiry = self._expiry(epoch)
+        every = self.emits is Emits.ALL
         keys = partials.select(layout.keys.names)
-        if len(partials) or self.complete or expiry:
-            answers = state.ask(keys, rest=self.complete, expiries=[expiry] if expiry else [])
+        if len(partials) or every or expiry:
+            answers = state.ask(keys, rest=every, expiries=[expiry] if expiry else [])
         else:
             answers = Answers({}, {}, {})
         merged = self._merge(partials, answers.found)
-        changes = [_as_changes(merged, Op.PUT, layout.changes)]
-        if VARIABLE in answers.expired:
-            changes.append(_as_changes(answers.expired[VARIABLE], Op.DELETE, layout.changes))
-        changed = pa.concat_tables(changes)
+        over, kept = layout.rows.empty_table(), merged
+        if event_time is not None and expiry is not None:
+            # Passed only since the epoch before: such keys take these rows, and are over with them.
+            is_over = event_time.is_over(merged, expiry.up_to)
+            over, kept = merged.filter(is_over), merged.filter(pc.invert(is_over))
+        expired = answers.expired.get(VARIABLE, layout.rows.empty_table())
+        changed = pa.concat_tables(
+            [as_changes(kept, Op.PUT, layout.changes), as_changes(expired, Op.DELETE, layout.changes)]
+        )
         state.write({VARIABLE: changed} if len(changed) else {})
-        for table in (merged, answers.rest.get(VARIABLE, layout.rows.empty_table())):
-            yield from table.drop_columns([HASH]).rename_columns(self.names).to_batches(_MAX_ROWS_PER_BATCH)
+        outputs = {
+            Emits.CHANGED: lambda: [merged],
+            Emits.OVER: lambda: [over, rows_of_other_keys(expired, over.select(layout.keys.names))],
+            Emits.ALL: lambda: [merged, answers.rest.get(VARIABLE, layout.rows.empty_table())],
+        }
+        for table in outputs[self.emits]():
+            yield from table.drop_columns([HASH]).rename_columns(self.names).to_batches(MAX_ROWS_PER_BATCH)
+
+    def _event_time(self) -> EventTime | None:
+        if self.event_time is None:
+            return None
+        position, field = self.event_time
+        return EventTime(self.spec.key.names[position], field)
 
     def _expiry(self, epoch: TaskEpoch) -> Expiry | None:
         """What the watermark has passed."""
-        if self.event_time is None or epoch.watermark_ms is None:
+        event_time = self._event_time()
+        if event_time is None or epoch.watermark_ms is None:
             return None
-        position, field = self.event_time
-        # What has not arrived is let go of later: nobody can tell, as rows that are late are dropped before.
-        return Expiry(VARIABLE, self.spec.key.names[position], field, epoch.watermark_ms * 1000, whole=False)
+        # What is only let go of may be found later, when it has arrived: nobody can tell, as late rows are dropped.
+        whole = self.emits is Emits.OVER
+        return Expiry(VARIABLE, event_time.column, event_time.field, epoch.watermark_ms * 1000, whole=whole)
 
     def _merge(self, partials: pa.Table, answers: Mapping[str, pa.Table]) -> pa.Table:
         answer = answers.get(VARIABLE)
@@ -209,21 +247,31 @@ class _MergeTask:
         first = len(layout.keys)
         old = [answer.column(1 + number).combine_chunks().take(take) for number in range(len(self.merges))]
         new = [partials.column(first + number).combine_chunks() for number in range(len(self.merges))]
-        columns = partials.columns[:first]
-        for number, (how, seen) in enumerate(self.merges):
-            merged = merge_columns(how, old[number], new[number], ansi=self.ansi)
-            if seen:
-                for total, values in ((old[number], old[number + seen]), (new[number], new[number + seen])):
-                    merged = null_where_overflowed(merged, total, values)
-            columns.append(merged)
+        columns = [*partials.columns[:first], *merge_buffers(self.merges, old, new, ansi=self.ansi)]
         return pa.table(columns, schema=layout.rows)
 
 
 #: Spark turns record batches into rows one at a time: larger ones cost fewer round trips, smaller ones less memory.
-_MAX_ROWS_PER_BATCH = 65_536
+MAX_ROWS_PER_BATCH = 65_536
 
 
-def _as_changes(rows: pa.Table, op: int, schema: pa.Schema) -> pa.Table:
+def merges_of(functions: Sequence[AggregateFunction]) -> Merges:
+    return tuple((buffer.merge, buffer.seen) for function in functions for buffer in function.buffers)
+
+
+def merge_buffers(merges: Merges, old: Sequence[pa.Array], new: Sequence[pa.Array], *, ansi: bool) -> list[pa.Array]:
+    """All columns of partial aggregates, merged row by row."""
+    columns = []
+    for number, (how, seen) in enumerate(merges):
+        merged = merge_columns(how, old[number], new[number], ansi=ansi)
+        if seen:
+            for total, values in ((old[number], old[number + seen]), (new[number], new[number + seen])):
+                merged = null_where_overflowed(merged, total, values)
+        columns.append(merged)
+    return columns
+
+
+def as_changes(rows: pa.Table, op: int, schema: pa.Schema) -> pa.Table:
     ops = pa.array(np.full(len(rows), op, dtype=np.int8))
     return pa.table([rows.column(0), ops, *rows.columns[1:]], schema=schema)
 

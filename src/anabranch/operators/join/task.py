@@ -69,7 +69,7 @@ class JoinTask:
 
     def _timely(self, batches: Sequence[pa.RecordBatch], epoch: TaskEpoch) -> list[pa.RecordBatch]:
         """Without the rows that come after the watermark has passed them."""
-        late_ms = _late_watermark_ms(epoch)
+        late_ms = epoch.late_watermark_ms
         if late_ms is None or not any(side.event_time for side in self.sides):
             return list(batches)
         timely = []
@@ -243,12 +243,6 @@ class _SideRows:
             return _whole(self.keys.column(1 + place.position)).take(pa.array(keys))
         column = _whole(self.values.column(place.position))
         return column if numbers is None else column.take(pa.array(numbers))
-
-
-def _late_watermark_ms(epoch: TaskEpoch) -> int | None:
-    """Rows up to it come too late. As in Spark it is the watermark of the epoch before, where the epoch tells that."""
-    late_ms: int | None = getattr(epoch, "late_watermark_ms", epoch.watermark_ms)
-    return late_ms
 
 
 def _is_over(times: pa.Array, time: RowTime, up_to_us: int) -> Flags:

@@ -7,13 +7,19 @@ from typing import Any
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor
-from pyspark.sql.types import StructType
+from pyspark.sql.types import StructField, StructType, TimestampNTZType, TimestampType
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.operators.keys import StageName, arrow_schema, check_key_fields
-from anabranch.operators.process.declare import check_arguments, declare_state
-from anabranch.operators.process.program import FrameSettings, Program
+from anabranch.operators.process.declare import check_output_mode, checked_time_mode, declare_state
+from anabranch.operators.process.frames import run_frames
+from anabranch.operators.process.initial import initial_state
+from anabranch.operators.process.program import FrameSettings, Program, TimeMode
+from anabranch.operators.process.rows import run_rows
 from anabranch.operators.process.stage import ProcessStage
+
+#: Spark's mark of a column with a watermark.
+_WATERMARK = "spark.watermarkDelayMs"
 
 
 def build_process(
@@ -25,37 +31,86 @@ def build_process(
     *,
     output_mode: str,
     time_mode: str,
-    initial_state: Any,
+    initial: Any,
     event_time_column: str,
     pandas: bool,
 ) -> tuple[ProcessStage, DataFrame]:
     """The stage, and an empty DataFrame with the schema of its result."""
     method = "transformWithStateInPandas" if pandas else "transformWithState"
-    if not keys:
-        raise UnsupportedError(f"{method} needs a key: groupBy(column, …).{method}(…).")
     if not isinstance(processor, StatefulProcessor):
         raise UnsupportedError(f"{method} needs an instance of StatefulProcessor, not a {type(processor).__name__}.")
-    check_arguments(
-        output_mode=output_mode,
-        time_mode=time_mode,
-        initial_state=initial_state,
-        event_time_column=event_time_column,
-    )
-    key_fields = rows.select(*keys).schema.fields
-    check_key_fields(key_fields)
+    check_output_mode(output_mode)
+    mode = checked_time_mode(time_mode)
+    key_fields = key_fields_of(rows, keys, method)
     spark = rows.sparkSession
-    sample = spark.createDataFrame([], output)
+    result: StructType = spark.createDataFrame([], output).schema
+    if event_time_column:
+        result = _with_event_time(result, event_time_column, mode, rows, method)
     program = Program(
-        spec=declare_state(processor, arrow_schema(key_fields), name.number, name.name),
+        spec=declare_state(processor, arrow_schema(key_fields), name.number, name.name, mode),
         processor=processor,
-        output=sample.schema,
-        frames=_frame_settings(spark),
+        output=result,
+        frames=frame_settings(spark),
+        time_mode=mode,
     )
-    stage = ProcessStage(name.parallelism, tuple(keys), tuple(key_fields), program, pandas)
-    return stage, sample
+    stage = ProcessStage(
+        name.parallelism,
+        tuple(keys),
+        tuple(key_fields),
+        program,
+        run_frames if pandas else run_rows,
+        event_time=event_time_of(rows),
+        initial=None if initial is None else initial_state(initial, key_fields, method),
+    )
+    return stage, spark.createDataFrame([], result)
 
 
-def _frame_settings(spark: SparkSession) -> FrameSettings:
+def key_fields_of(rows: DataFrame, keys: Sequence[Column], method: str) -> list[StructField]:
+    if not keys:
+        raise UnsupportedError(f"{method} needs a key: groupBy(column, …).{method}(…).")
+    key_fields: list[StructField] = rows.select(*keys).schema.fields
+    check_key_fields(key_fields)
+    return key_fields
+
+
+def event_time_of(rows: DataFrame) -> tuple[int, str] | None:
+    """The position of the first column under a watermark; the field of its time, for a window."""
+    for position, field in enumerate(rows.schema.fields):
+        if _WATERMARK in (field.metadata or {}):
+            return position, "end" if isinstance(field.dataType, StructType) else ""
+    return None
+
+
+def _with_event_time(output: StructType, column: str, mode: TimeMode, rows: DataFrame, method: str) -> StructType:
+    """The output with Spark's mark of event time on a column: stages after this one go by it."""
+    if mode is TimeMode.PROCESSING_TIME:
+        raise UnsupportedError(
+            f"{method}: eventTimeColumnName {column!r} has no meaning with timeMode 'processingTime', as no watermark "
+            "holds for the output then. Use timeMode 'eventTime' or 'none', or leave eventTimeColumnName out."
+        )
+    event_time = event_time_of(rows)
+    if event_time is None:
+        raise UnsupportedError(
+            f"{method}: eventTimeColumnName {column!r} needs a watermark. Set one before: withWatermark(column, delay)."
+        )
+    names = [field.name for field in output.fields]
+    if column not in names or not isinstance(output[column].dataType, TimestampType | TimestampNTZType):
+        raise UnsupportedError(
+            f"{method}: eventTimeColumnName {column!r} is no timestamp of the output ({output.simpleString()}). "
+            "Name one of its timestamp columns."
+        )
+    delay = rows.schema.fields[event_time[0]].metadata[_WATERMARK]
+    return StructType(
+        [
+            StructField(
+                f.name, f.dataType, f.nullable, {**f.metadata, _WATERMARK: delay} if f.name == column else f.metadata
+            )
+            for f in output.fields
+        ]
+    )
+
+
+def frame_settings(spark: SparkSession) -> FrameSettings:
     """Spark's own settings for pandas functions."""
 
     def flag(name: str, default: str) -> bool:

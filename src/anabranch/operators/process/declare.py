@@ -22,34 +22,29 @@ from anabranch.core.schemas import GROUP, HASH, INDEX, OP, POSITION, StageSpec, 
 from anabranch.operators.process.handles import BaseHandle, local_value_state
 from anabranch.operators.process.list_state import LocalListState
 from anabranch.operators.process.map_state import LocalMapState
+from anabranch.operators.process.program import TimeMode
+from anabranch.operators.process.timers import TIMERS, TIMERS_SPEC, LocalTimers
 from anabranch.operators.process.tuples import TupleCodec
-from anabranch.operators.process.variable import Cursor
+from anabranch.operators.process.variable import EXPIRY, Cursor, with_expiry
 
 _OUTPUT_MODES = ("append", "update", "complete")
-_TIME_MODES = ("none", "processingtime", "eventtime")
-_RESERVED = {HASH, GROUP, OP, POSITION, INDEX}
+_RESERVED = {HASH, GROUP, OP, POSITION, INDEX, EXPIRY}
+_NOT_IN_INIT = "Timers belong to keys: use them in handleInputRows, handleExpiredTimer or handleInitialState"
 
 
-def check_arguments(*, output_mode: str, time_mode: str, initial_state: object | None, event_time_column: str) -> None:
-    """Refuses what transformWithState takes in Spark and Anabranch does not do, or nobody does."""
-    if output_mode.lower() not in _OUTPUT_MODES:
+def checked_time_mode(time_mode: str) -> TimeMode:
+    """Spark's name of a time mode, in any case."""
+    try:
+        return TimeMode(time_mode.lower())
+    except (AttributeError, ValueError):
+        raise UnsupportedError(
+            f"timeMode {time_mode!r} is unknown. Use 'none', 'processingTime' or 'eventTime'."
+        ) from None
+
+
+def check_output_mode(output_mode: str) -> None:
+    if not isinstance(output_mode, str) or output_mode.lower() not in _OUTPUT_MODES:
         raise UnsupportedError(f"outputMode {output_mode!r} is unknown. Use one of {', '.join(_OUTPUT_MODES)}.")
-    if time_mode.lower() not in _TIME_MODES:
-        raise UnsupportedError(f"timeMode {time_mode!r} is unknown. Use 'none'.")
-    if time_mode.lower() != "none":
-        raise UnsupportedError(
-            f"timeMode {time_mode!r} is not supported yet, as timers are not. "
-            "Use timeMode 'none', and keep deadlines in a state variable."
-        )
-    if initial_state is not None:
-        raise UnsupportedError(
-            "initialState is not supported yet. Leave it out, and let the first rows of each key carry what it held."
-        )
-    if event_time_column:
-        raise UnsupportedError(
-            f"eventTimeColumnName {event_time_column!r} is not supported yet. "
-            "Leave it out, and set the watermark on the stream after this stage."
-        )
 
 
 def declare_state(
@@ -57,6 +52,7 @@ def declare_state(
     key: pa.Schema,
     number: StageNumber,
     name: str,
+    time_mode: TimeMode = TimeMode.NONE,
 ) -> StageSpec:
     """The stage that runs a processor, with the state variables that its ``init`` asks for.
 
@@ -70,18 +66,20 @@ def declare_state(
             f"Stage {name}: {type(processor).__name__} cannot be sent to tasks: {error}. "
             "Create connections, locks and the like in init, not in the constructor."
         ) from error
-    handle = _RecordingHandle(name)
+    handle = _RecordingHandle(name, time_mode)
     copy.init(handle)
     copy.close()
-    return StageSpec(number, name, key, tuple(handle.variables.values()))
+    timers = () if time_mode is TimeMode.NONE else (TIMERS_SPEC,)
+    return StageSpec(number, name, key, (*handle.variables.values(), *timers))
 
 
 class _RecordingHandle(BaseHandle):
     """Writes down which state variables are asked for. What it hands out has no key to work on."""
 
-    def __init__(self, stage: str) -> None:
-        super().__init__(stage)
+    def __init__(self, stage: str, time_mode: TimeMode) -> None:
+        super().__init__(stage, time_mode)
         self.variables: dict[str, VariableSpec] = {}
+        self._deleted: set[str] = set()
 
     def getValueState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ValueState:
         value = self._fields(stateName, schema)
@@ -105,15 +103,33 @@ class _RecordingHandle(BaseHandle):
         variable = self._record(VariableSpec(stateName, VariableKind.MAP, value, map_key), ttlDurationMs)
         return LocalMapState(variable, Cursor())
 
+    def deleteIfExists(self, stateName: str) -> None:
+        if stateName in self.variables:
+            raise self._deleted_and_used(stateName)
+        self._deleted.add(stateName)
+
+    def timers(self, method: str) -> LocalTimers:
+        if self.time_mode is TimeMode.NONE:
+            return super().timers(method)
+        raise self.unsupported(f"{method} in init", _NOT_IN_INIT)
+
+    def _deleted_and_used(self, name: str) -> UnsupportedError:
+        advice = "Delete a state variable that init does not ask for, and use a new name for what starts empty"
+        return self.unsupported(f"deleteIfExists({name!r}) of a state variable that init asks for", advice)
+
     def _record(self, variable: VariableSpec, ttl_duration_ms: int | None) -> VariableSpec:
-        self.refuse_ttl(variable.name, ttl_duration_ms)
+        ttl_ms = self.checked_ttl(variable.name, ttl_duration_ms)
+        if variable.name in self._deleted:
+            raise self._deleted_and_used(variable.name)
+        if variable.name == TIMERS:
+            raise self.unsupported(f"a state variable named {TIMERS}, as timers are", "Use another name")
         if not variable.name.strip() or variable.name != variable.name.strip():
             raise self.unsupported(
                 f"the name {variable.name!r} of a state variable", "Use a name without spaces around it"
             )
         if variable.name in self.variables:
             raise self.unsupported(f"a second state variable {variable.name}", "Give each a name of its own")
-        self.variables[variable.name] = variable
+        self.variables[variable.name] = variable if ttl_ms is None else with_expiry(variable)
         return variable
 
     def _fields(self, name: str, schema: StructType | str) -> pa.Schema:

@@ -15,12 +15,14 @@ from anabranch.operators.process.program import FrameSettings
 
 
 def frame_of(rows: pa.Table, settings: FrameSettings) -> pd.DataFrame:
-    """The rows as Spark gives them to a processor: numbers are 64 bits wide, timestamps naive in session time."""
+    """The rows as Spark gives them to user code: timestamps are naive, in session time."""
     columns: list[Any] = ArrowBatchTransformer.to_pandas(
         rows, timezone=settings.timezone, prefer_int_ext_dtype=settings.prefer_int_extension
     )
-    # Spark rebuilds frames from single values, in which numpy's narrow numbers become Python's.
-    frame: pd.DataFrame = pd.concat([_widened(column) for column in columns], axis="columns")
+    if settings.widened:
+        # Spark rebuilds frames from single values, in which numpy's narrow numbers become Python's.
+        columns = [_widened(column) for column in columns]
+    frame: pd.DataFrame = pd.concat(columns, axis="columns")
     # Fresh memory, so that user code may write into a frame; and few blocks, so that slicing is cheap.
     return frame.copy()
 
@@ -40,11 +42,18 @@ def slicer_of(rows: pa.Table, settings: FrameSettings) -> Callable[[int, int], p
 
     Slices share memory: rows go to one slice only, so writing into one does no harm to another.
     """
+    if not settings.widened and any(map(_depends_on_nulls, rows.columns)):
+        return lambda start, stop: frame_of(rows.slice(start, stop - start), settings)
     cut = _slicer_of(frame_of(rows, settings))
     if any(pa.types.is_boolean(column.type) and column.null_count for column in rows.columns):
         # Booleans with nulls are objects in pandas; in a slice without nulls they are booleans again.
         return lambda start, stop: cut(start, stop).infer_objects()
     return cut
+
+
+def _depends_on_nulls(column: pa.ChunkedArray) -> bool:
+    kind = column.type
+    return bool(column.null_count and (pa.types.is_integer(kind) or pa.types.is_boolean(kind)))
 
 
 def _slicer_of(frame: pd.DataFrame) -> Callable[[int, int], pd.DataFrame]:
@@ -90,3 +99,22 @@ def frame_keys(keys: pa.Table, settings: FrameSettings) -> list[tuple[Any, ...]]
         else:
             columns.append(python_values(column))
     return tuples_of(columns, keys.num_rows)
+
+
+def scalar_keys(keys: pa.Table, settings: FrameSettings) -> list[tuple[Any, ...]]:
+    """Keys as Spark gives them to applyInPandasWithState: what a Series of the key has, such as numpy's numbers."""
+    return tuples_of([_scalars(keys.select([number]), settings) for number in range(keys.num_columns)], keys.num_rows)
+
+
+def _scalars(keys: pa.Table, settings: FrameSettings) -> list[Any]:
+    """Nulls by themselves: in a Series, they would make floats of whole numbers."""
+    valid = keys.column(0).is_valid().to_numpy()
+    scalars: list[Any] = [None] * len(valid)
+    for chosen in (valid, ~valid):
+        if chosen.any():
+            (series,) = ArrowBatchTransformer.to_pandas(keys.filter(pa.array(chosen)), timezone=settings.timezone)
+            is_number = isinstance(series.dtype, np.dtype) and series.dtype.kind in "iufb"
+            values = list(series.to_numpy() if is_number else series)
+            for position, value in zip(np.flatnonzero(chosen).tolist(), values, strict=True):
+                scalars[position] = value
+    return scalars

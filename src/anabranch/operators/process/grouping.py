@@ -76,36 +76,68 @@ def group_rows(batches: Iterable[pa.RecordBatch], key: pa.Schema) -> Groups:
 
 
 def _differs_from_previous(column: pa.ChunkedArray) -> Flags:
-    """For every row but the first: does it differ from the row before? Nulls are equal, and so are NaNs."""
-    values = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if isinstance(values, pa.ChunkedArray):  # too large for one array
-        values = pa.concat_arrays(values.chunks)
-    here, before = values.slice(1), values.slice(0, len(values) - 1)
-    null_here, null_before = _flags(here.is_null()), _flags(before.is_null())
-    both = ~(null_here | null_before)
-    if pa.types.is_struct(values.type):
-        differs = np.zeros(len(here), np.bool_)
-        for child in values.flatten():
-            differs |= _differs_from_previous(child)
-    elif pa.types.is_nested(values.type):
+    """For every row but the first: does it differ from the row before?"""
+    values = _one_array(column)
+    return _differs(values.slice(1), values.slice(0, len(values) - 1))
+
+
+def _differs(left: pa.Array, right: pa.Array) -> Flags:
+    """Row by row: do two columns of one type differ? Nulls are equal, and so are NaNs."""
+    null_left, null_right = _flags(left.is_null()), _flags(right.is_null())
+    both = ~(null_left | null_right)
+    if pa.types.is_struct(left.type):
+        differs = np.zeros(len(left), np.bool_)
+        for left_child, right_child in zip(left.flatten(), right.flatten(), strict=True):
+            differs |= _differs(left_child, right_child)
+    elif pa.types.is_nested(left.type):
         # Arrow does not compare lists. Arrays as keys are rare.
-        listed = values.to_pylist()
-        pairs = zip(listed[1:], listed[:-1], strict=True)
-        differs = np.fromiter((frozen(a) != frozen(b) for a, b in pairs), np.bool_, len(here))
+        pairs = zip(left.to_pylist(), right.to_pylist(), strict=True)
+        differs = np.fromiter((frozen(a) != frozen(b) for a, b in pairs), np.bool_, len(left))
     else:
-        differs = _flags(pc.fill_null(pc.not_equal(here, before), False))
-        if pa.types.is_floating(values.type):
-            nan_here, nan_before = (_flags(pc.fill_null(pc.is_nan(side), False)) for side in (here, before))
-            differs &= ~(nan_here & nan_before)
-    different: Flags = (differs & both) | (null_here != null_before)
+        differs = _flags(pc.fill_null(pc.not_equal(left, right), False))
+        if pa.types.is_floating(left.type):
+            nan_left, nan_right = (_flags(pc.fill_null(pc.is_nan(side), False)) for side in (left, right))
+            differs &= ~(nan_left & nan_right)
+    different: Flags = (differs & both) | (null_left != null_right)
     return different
+
+
+def find_keys(keys: pa.Table, wanted: pa.Table) -> Numbers:
+    """For each wanted key its row among distinct keys, or -1. Both have HASH and the key fields."""
+    if not keys.num_rows or not wanted.num_rows:
+        return np.full(wanted.num_rows, -1, np.int64)
+    hashes = keys.column(0).to_numpy()
+    order = np.argsort(hashes, kind="stable")
+    sought = wanted.column(0).to_numpy()
+    places = order[np.minimum(np.searchsorted(hashes, sought, sorter=order), len(order) - 1)]
+    found: Numbers = np.where(hashes[places] == sought, places, -1)
+    candidates = np.flatnonzero(found >= 0)
+    differs = np.zeros(len(candidates), np.bool_)
+    for ours, theirs in zip(keys.columns[1:], wanted.columns[1:], strict=True):
+        differs |= _differs(_one_array(ours.take(found[candidates])), _one_array(theirs.take(candidates)))
+    if differs.any():
+        # Two keys share a hash: rare enough to be slow.
+        numbers = {frozen(key): number for number, key in enumerate(_tuples(keys))}
+        odd = candidates[differs]
+        found[odd] = [numbers.get(frozen(key), -1) for key in _tuples(wanted.take(odd))]
+    return found
+
+
+def _tuples(keys: pa.Table) -> Iterator[tuple[object, ...]]:
+    return zip(*[column.to_pylist() for column in keys.columns], strict=True)
+
+
+def _one_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    values = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    # Too large for one array of its type, it stays in chunks.
+    return pa.concat_arrays(values.chunks) if isinstance(values, pa.ChunkedArray) else values
 
 
 def _untangled(hashes: Numbers, keys: pa.Table) -> Numbers:
     """An order in which equal keys are neighbours, also where different keys have the same hash."""
     numbers: dict[object, int] = {}
     first_seen = np.empty(len(hashes), np.int64)
-    for position, key in enumerate(zip(*[column.to_pylist() for column in keys.columns], strict=True)):
+    for position, key in enumerate(_tuples(keys)):
         first_seen[position] = numbers.setdefault(frozen(key), position)
     return np.lexsort((first_seen, hashes))
 

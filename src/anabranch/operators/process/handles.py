@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from pyspark.errors import PySparkRuntimeError
@@ -14,53 +14,70 @@ from pyspark.sql.streaming.stateful_processor import (
 )
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.core.schemas import VariableKind, VariableSpec
+from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.operators.process.list_state import LocalListState
 from anabranch.operators.process.map_state import LocalMapState
+from anabranch.operators.process.program import TimeMode
+from anabranch.operators.process.timers import TIMERS, LocalTimers
 from anabranch.operators.process.tuples import TupleCodec
 from anabranch.operators.process.value_state import LocalMutableValueState, LocalValueState
-from anabranch.operators.process.variable import Cursor, LocalVariable
+from anabranch.operators.process.variable import Cursor, LocalVariable, has_expiry, without_expiry
 
 Local = TypeVar("Local", LocalValueState, LocalListState, LocalMapState)
 
 
 class BaseHandle(StatefulProcessorHandle):
-    """Refuses what Anabranch does not do, at build time and in tasks alike."""
+    """Refuses what makes no sense, at build time and in tasks alike."""
 
-    def __init__(self, stage: str) -> None:
+    def __init__(self, stage: str, time_mode: TimeMode) -> None:
         self.stage = stage
+        self.time_mode = time_mode
 
-    def registerTimer(self, expiryTimestampMs: int) -> None:  # noqa: ARG002
-        raise self.unsupported("registerTimer", _NO_TIMERS)
+    def registerTimer(self, expiryTimestampMs: int) -> None:
+        self.timers("registerTimer").register(expiryTimestampMs)
 
-    def deleteTimer(self, expiryTimestampMs: int) -> None:  # noqa: ARG002
-        raise self.unsupported("deleteTimer", _NO_TIMERS)
+    def deleteTimer(self, expiryTimestampMs: int) -> None:
+        self.timers("deleteTimer").delete(expiryTimestampMs)
 
     def listTimers(self) -> Iterator[int]:
-        raise self.unsupported("listTimers", _NO_TIMERS)
+        return iter(self.timers("listTimers").all())
 
-    def deleteIfExists(self, stateName: str) -> None:
-        advice = "Leave the state variable out of init instead, and start from a new checkpoint"
-        raise self.unsupported(f"deleteIfExists({stateName!r})", advice)
+    def timers(self, method: str) -> LocalTimers:
+        """The timers of the current key; refused in a time mode that has none."""
+        raise self.unsupported(
+            f"{method} with timeMode 'none'", "Use timeMode 'processingTime', or 'eventTime' with a watermark"
+        )
 
-    def refuse_ttl(self, name: str, ttl_duration_ms: int | None) -> None:
-        if ttl_duration_ms is not None:
-            advice = "Leave ttlDurationMs out, and clear state that is no longer needed in handleInputRows"
-            raise self.unsupported(f"ttlDurationMs of the state variable {name}", advice)
+    def checked_ttl(self, name: str, ttl_duration_ms: int | None) -> int | None:
+        """The time to live of a state variable's entries; None, or 0, as in Spark, for ever."""
+        if not ttl_duration_ms:
+            return None
+        if self.time_mode is not TimeMode.PROCESSING_TIME:
+            what = f"ttlDurationMs of the state variable {name} with timeMode {self.time_mode.value!r}"
+            raise self.unsupported(what, "Time to live goes by the time of day: use timeMode 'processingTime'")
+        if not isinstance(ttl_duration_ms, int) or ttl_duration_ms < 0:
+            what = f"ttlDurationMs {ttl_duration_ms!r} of the state variable {name}"
+            raise self.unsupported(what, "Pass a positive number of milliseconds")
+        return ttl_duration_ms
 
     def unsupported(self, what: str, advice: str) -> UnsupportedError:
-        return UnsupportedError(f"Stage {self.stage}: {what} is not supported yet. {advice}.")
+        return UnsupportedError(f"Stage {self.stage}: {what} is not supported. {advice}.")
 
 
 class LocalHandle(BaseHandle):
     """Hands out the declared state variables, each bound to the current key."""
 
-    def __init__(self, stage: str, variables: Mapping[str, VariableSpec]) -> None:
-        super().__init__(stage)
+    def __init__(self, spec: StageSpec, time_mode: TimeMode) -> None:
+        super().__init__(spec.name, time_mode)
         self.cursor = Cursor()
-        #: The state variables that the processor has asked for.
+        #: The state variables that the processor has asked for, and its timers.
         self.variables: dict[str, LocalVariable] = {}
-        self._declared = variables
+        #: How long the entries of state variables live, for those with a limit.
+        self.ttls_ms: dict[str, int] = {}
+        self._timers: LocalTimers | None = None
+        if time_mode is not TimeMode.NONE:
+            self._timers = self.variables[TIMERS] = LocalTimers(self.cursor)
+        self._declared = {variable.name: variable for variable in spec.variables if variable.name != TIMERS}
         self._open = True
 
     # The schemas were read when the query was built; in a task, nothing can parse a string of them.
@@ -71,8 +88,7 @@ class LocalHandle(BaseHandle):
         schema: Any,  # noqa: ARG002
         ttlDurationMs: int | None = None,
     ) -> ValueState:
-        self.refuse_ttl(stateName, ttlDurationMs)
-        return self._bind(stateName, VariableKind.VALUE, local_value_state)
+        return self._bind(stateName, VariableKind.VALUE, local_value_state, ttlDurationMs)
 
     def getListState(
         self,
@@ -80,8 +96,7 @@ class LocalHandle(BaseHandle):
         schema: Any,  # noqa: ARG002
         ttlDurationMs: int | None = None,
     ) -> ListState:
-        self.refuse_ttl(stateName, ttlDurationMs)
-        return self._bind(stateName, VariableKind.LIST, LocalListState)
+        return self._bind(stateName, VariableKind.LIST, LocalListState, ttlDurationMs)
 
     def getMapState(
         self,
@@ -90,14 +105,29 @@ class LocalHandle(BaseHandle):
         valueSchema: Any,  # noqa: ARG002
         ttlDurationMs: int | None = None,
     ) -> MapState:
-        self.refuse_ttl(stateName, ttlDurationMs)
-        return self._bind(stateName, VariableKind.MAP, LocalMapState)
+        return self._bind(stateName, VariableKind.MAP, LocalMapState, ttlDurationMs)
+
+    def deleteIfExists(self, stateName: str) -> None:
+        """The variable is not declared, which lets go of its state; in a task, nothing is left to do."""
+        if not self._open:
+            raise PySparkRuntimeError(
+                f"Stage {self.stage}: deleteIfExists({stateName!r}) was called after init. Call it in init only."
+            )
+
+    def timers(self, method: str) -> LocalTimers:
+        return self._timers if self._timers is not None else super().timers(method)
 
     def close(self) -> None:
         """From now on, no state variable can be asked for: init is over."""
         self._open = False
 
-    def _bind(self, name: str, kind: VariableKind, create: Callable[[VariableSpec, Cursor], Local]) -> Local:
+    def _bind(
+        self,
+        name: str,
+        kind: VariableKind,
+        create: Callable[[VariableSpec, Cursor], Local],
+        ttl_duration_ms: int | None,
+    ) -> Local:
         if not self._open:
             raise PySparkRuntimeError(
                 f"Stage {self.stage}: the state variable {name} was asked for after init. "
@@ -107,14 +137,17 @@ class LocalHandle(BaseHandle):
             raise PySparkRuntimeError(
                 f"Stage {self.stage}: the state variable {name} already exists. Give each a name of its own."
             )
+        ttl_ms = self.checked_ttl(name, ttl_duration_ms)
         declared = self._declared.get(name)
-        if declared is None or declared.kind is not kind:
+        if declared is None or declared.kind is not kind or has_expiry(declared) != (ttl_ms is not None):
             raise PySparkRuntimeError(
                 f"Stage {self.stage}: {kind} state variable {name} was not declared when the query was built. "
                 "Let init ask for the same state variables wherever it runs."
             )
-        local = create(declared, self.cursor)
+        local = create(without_expiry(declared), self.cursor)
         self.variables[name] = local
+        if ttl_ms is not None:
+            self.ttls_ms[name] = ttl_ms
         return local
 
 
@@ -122,8 +155,3 @@ def local_value_state(variable: VariableSpec, cursor: Cursor) -> LocalValueState
     """The state variable that suits its fields: copies are made only of what user code could change."""
     mutable = TupleCodec(variable.value, variable.name).copy is not None
     return (LocalMutableValueState if mutable else LocalValueState)(variable, cursor)
-
-
-_NO_TIMERS = (
-    "Timers need a time mode other than none; keep the deadline in a state variable and check it in handleInputRows"
-)

@@ -89,7 +89,12 @@ class LocalListState(ListState):
             if self._stored is None:
                 self._load()
             assert self._stored is not None
-            elements = self._lists[key] = self._stored[self._bounds[key] : self._bounds[key + 1]]
+            assert self._entries is not None
+            first, end = self._bounds[key], self._bounds[key + 1]
+            elements = self._stored[first:end]
+            if (expired := self._entries.expired) is not None:
+                elements = [item for item, gone in zip(elements, expired[first:end].tolist(), strict=True) if not gone]
+            self._lists[key] = elements
         return elements
 
     def _load(self) -> None:
@@ -106,7 +111,7 @@ class LocalListState(ListState):
         assert self._entries is not None
         entries, lists, kept = self._entries, self._lists, self._kept
         self._entries, self._lists, self._stored = None, OutOfTurn(self.variable.name), None
-        if not kept:
+        if not kept and entries.expired is None:
             return None
         bounds = entries.bounds()
         stored_positions = entries.columns[0].to_numpy(zero_copy_only=False)
@@ -129,6 +134,14 @@ class LocalListState(ListState):
             ops.extend([Op.PUT] * len(elements))
             positions.extend(range(first, first + len(elements)))
             values.extend(elements)
+        if entries.expired is not None:
+            for number in np.flatnonzero(entries.expired).tolist():
+                key = int(entries.owners[number])
+                if kept.get(key) != _REPLACED:
+                    owners.append(key)
+                    ops.append(Op.DELETE)
+                    positions.append(int(stored_positions[number]))
+                    values.append(None)
         if not owners:
             return None
         columns = [pa.array(positions, pa.int64()), *self._codec.dump(values)]

@@ -102,6 +102,13 @@ class LocalMapState(MapState):
             stored = slice(self._bounds[key], self._bounds[key + 1])
             entries = dict(zip(self._stored[0][stored], self._stored[1][stored], strict=True))
             self._maps[key] = entries
+            assert self._entries is not None
+            if (expired := self._entries.expired) is not None:
+                # Removed, unless user code sets them again.
+                for position in (np.flatnonzero(expired[stored]) + stored.start).tolist():
+                    frozen = self._stored[0][position]
+                    self._touched.setdefault(key, {})[frozen] = True
+                    del entries[frozen]
         return entries
 
     def _load(self) -> None:
@@ -121,6 +128,9 @@ class LocalMapState(MapState):
 
     def end(self) -> Changes | None:
         assert self._entries is not None
+        if self._entries.expired is not None:
+            for owner in np.unique(self._entries.owners[self._entries.expired]).tolist():
+                self._current(owner)
         stored, maps = set(self._entries.owners.tolist()) if self._cleared else set(), self._maps
         self._entries, self._maps, self._stored = None, OutOfTurn(self.variable.name), None
         owners: list[int] = []

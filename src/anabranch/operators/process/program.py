@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 import pyarrow as pa
 from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.streaming.stateful_processor import StatefulProcessor
+from pyspark.sql.streaming.stateful_processor import StatefulProcessor, TimerValues
 from pyspark.sql.types import StructType
 
 from anabranch.core.schemas import StageSpec
 
 #: The most rows in one output batch, and about as many rows of input at a time as Python objects.
 ROWS_MAX = 10_000
+
+
+class TimeMode(Enum):
+    """What timers and time to live go by; the values are Spark's names in lower case."""
+
+    NONE = "none"
+    PROCESSING_TIME = "processingtime"
+    EVENT_TIME = "eventtime"
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,9 @@ class FrameSettings:
     int_to_decimal: bool = False
     #: spark.sql.execution.pythonUDF.pandas.preferIntExtensionDtype
     prefer_int_extension: bool = False
+    #: As transformWithStateInPandas has it: numbers are 64 bits wide, and types those of the rows of many keys. Else
+    #: frames have the types of their own rows: numbers of an int column are floats only where some are null.
+    widened: bool = True
 
 
 @dataclass(frozen=True)
@@ -41,8 +53,32 @@ class Program:
     processor: StatefulProcessor
     output: StructType
     frames: FrameSettings = field(default_factory=FrameSettings)
+    time_mode: TimeMode = TimeMode.NONE
 
     @property
     def output_schema(self) -> pa.Schema:
         """The columns of the output batches. Timestamps are in UTC."""
         return to_arrow_schema(self.output, timezone="UTC")
+
+    @property
+    def name(self) -> str:
+        """What the user calls it."""
+        return type(self.processor).__name__
+
+    def place(self, method: str, key: object) -> str:
+        """Where in user code, for messages."""
+        return f"{method} for key {key!r}"
+
+    def times(self, processing_time_ms: int, watermark_ms: int | None) -> TimerValues:
+        """What user code gets to know of an epoch's times. A watermark that has not moved is at 0, as in Spark."""
+        if self.time_mode is TimeMode.NONE:
+            return TimerValues()
+        return TimerValues(processing_time_ms, watermark_ms or 0)
+
+    def due_up_to_ms(self, times: TimerValues) -> int | None:
+        """The last moment of which timers are due in an epoch; None without timers."""
+        if self.time_mode is TimeMode.NONE:
+            return None
+        if self.time_mode is TimeMode.PROCESSING_TIME:
+            return times.getCurrentProcessingTimeInMs()
+        return times.getCurrentWatermarkInMs()

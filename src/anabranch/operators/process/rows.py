@@ -14,7 +14,9 @@ from anabranch.operators.process.columns import python_values, row_class, rows_o
 from anabranch.operators.process.grouping import Groups
 from anabranch.operators.process.program import ROWS_MAX, Program
 from anabranch.operators.process.row_output import RowOutput
-from anabranch.operators.process.task import for_key, run_task, user_error
+from anabranch.operators.process.task import DueTimer, run_task, user_error
+from anabranch.operators.process.timers import LocalTimers
+from anabranch.operators.process.tuples import state_rows
 from anabranch.operators.process.variable import Cursor
 from anabranch.operators.state import StageState
 
@@ -24,13 +26,14 @@ def run_rows(
     program: Program,
     state: StageState,
     timers: TimerValues | None = None,
+    initial: Iterable[pa.RecordBatch] = (),
 ) -> Iterator[pa.RecordBatch]:
     """The output of one task whose processor takes and yields Rows.
 
-    Batches have the columns HASH, those of the key, and the user's, in this order. Output batches have the
-    schema ``program.output_schema``.
+    Batches, those of the initial state too, have the columns HASH, those of the key, and the user's, in this order.
+    Output batches have the schema ``program.output_schema``.
     """
-    return run_task(batches, program, state, timers, _RowRunner)
+    return run_task(batches, program, state, timers, _RowRunner, initial)
 
 
 class _RowRunner:
@@ -62,9 +65,45 @@ class _RowRunner:
         except AnabranchError:
             raise
         except Exception as error:
-            raise user_error(program, for_key(key), error) from error
+            raise user_error(program, program.place("handleInputRows", key), error) from error
         if yielded:
             yield batch(yielded)
+
+    def timer_keys(self, keys: pa.Table) -> list[tuple[object, ...]]:
+        return state_rows(keys)
+
+    def expire(self, due: Iterator[DueTimer], timers: LocalTimers) -> Iterator[pa.RecordBatch]:
+        handle = self._program.processor.handleExpiredTimer
+        yielded: list[Row] = []
+        key: tuple[object, ...] = ()
+        try:
+            for position, key, timer in due:
+                self._cursor.key = position
+                results = iter(handle(key=key, timerValues=self._timers, expiredTimerInfo=timer))
+                yielded.extend(islice(results, ROWS_MAX))  # type: ignore[arg-type]
+                while len(yielded) >= ROWS_MAX:
+                    yield self._output.batch(yielded[:ROWS_MAX])
+                    del yielded[:ROWS_MAX]
+                    yielded.extend(islice(results, ROWS_MAX))  # type: ignore[arg-type]
+                timers.delete(timer.getExpiryTimeInMs())
+        except AnabranchError:
+            raise
+        except Exception as error:
+            raise user_error(self._program, self._program.place("handleExpiredTimer", key), error) from error
+        if yielded:
+            yield self._output.batch(yielded)
+
+    def start(self, prior: Groups, number: int) -> None:
+        given = prior.given_keys.slice(number, 1)
+        (key,) = tuples_of([python_values(column) for column in given.columns], 1)
+        cls = row_class(prior.rows.column_names)
+        try:
+            for row in _in_pieces(prior.rows, cls, int(prior.offsets[number]), int(prior.offsets[number + 1])):
+                self._program.processor.handleInitialState(key, row, self._timers)
+        except AnabranchError:
+            raise
+        except Exception as error:
+            raise user_error(self._program, self._program.place("handleInitialState", key), error) from error
 
     def _inputs(self, first: int, end: int) -> Iterator[tuple[tuple[object, ...], Iterator[Row]]]:
         groups = self._groups
@@ -72,18 +111,20 @@ class _RowRunner:
         keys = tuples_of([python_values(column) for column in given.columns], end - first)
         offsets = groups.offsets[first : end + 1].tolist()
         if offsets[-1] - offsets[0] > ROWS_MAX:
-            return iter([(keys[0], self._in_pieces(offsets[0], offsets[-1]))])
-        rows = self._rows(offsets[0], offsets[-1])
+            return iter([(keys[0], _in_pieces(groups.rows, self._row, offsets[0], offsets[-1]))])
+        rows = _rows(groups.rows, self._row, offsets[0], offsets[-1])
         within = [offset - offsets[0] for offset in offsets]
         slices = map(rows.__getitem__, map(slice, within, islice(within, 1, None)))
         return zip(keys, map(iter, slices), strict=True)
 
-    def _rows(self, start: int, stop: int) -> list[Row]:
-        part = self._groups.rows.slice(start, stop - start)
-        columns = [python_values(column) for column in part.columns]
-        return rows_of(self._row, tuples_of(columns, stop - start))
 
-    def _in_pieces(self, start: int, stop: int) -> Iterator[Row]:
-        """The rows of a large key, converted as user code asks for them."""
-        pieces = range(start, stop, ROWS_MAX)
-        return chain.from_iterable(self._rows(piece, min(piece + ROWS_MAX, stop)) for piece in pieces)
+def _rows(table: pa.Table, cls: type[Row], start: int, stop: int) -> list[Row]:
+    part = table.slice(start, stop - start)
+    columns = [python_values(column) for column in part.columns]
+    return rows_of(cls, tuples_of(columns, stop - start))
+
+
+def _in_pieces(table: pa.Table, cls: type[Row], start: int, stop: int) -> Iterator[Row]:
+    """The rows of a large key, converted as user code asks for them."""
+    pieces = range(start, stop, ROWS_MAX)
+    return chain.from_iterable(_rows(table, cls, piece, min(piece + ROWS_MAX, stop)) for piece in pieces)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql.streaming.stateful_processor import TimerValues
 from pyspark.sql.types import StructField
@@ -16,22 +18,46 @@ from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.keys import key_name, normalised
-from anabranch.operators.process.frames import run_frames
-from anabranch.operators.process.program import Program
-from anabranch.operators.process.rows import run_rows
+from anabranch.operators.process.initial import InitialState, UnitedRows
+from anabranch.operators.process.program import Program, TimeMode
+from anabranch.operators.state import StageState
 from anabranch.wire.routed import RoutedState, StageAccess
+
+_CLOCKS = {
+    TimeMode.NONE: Clock.NONE,
+    TimeMode.EVENT_TIME: Clock.EVENT_TIME,
+    TimeMode.PROCESSING_TIME: Clock.PROCESSING_TIME,
+}
+
+
+class Run(Protocol):
+    """Runs a program in a task, for one form of user code: rows, frames, or frames with a GroupState."""
+
+    def __call__(
+        self,
+        batches: Iterable[pa.RecordBatch],
+        program: Program,
+        state: StageState,
+        timers: TimerValues | None = None,
+        initial: Iterable[pa.RecordBatch] = (),
+    ) -> Iterable[pa.RecordBatch]: ...
 
 
 @dataclass(frozen=True)
 class ProcessStage:
-    """groupBy(keys).transformWithState(processor) or transformWithStateInPandas(processor)."""
+    """groupBy(keys).transformWithState(processor), transformWithStateInPandas or applyInPandasWithState."""
 
     parallelism: int | None
     #: Expressions of the key columns; bound to the stage's input.
     key_columns: tuple[Column, ...]
     key_fields: tuple[StructField, ...]
     program: Program
-    pandas: bool
+    run: Run
+    #: The position among the user's columns of the one under a watermark; its field, for a window.
+    event_time: tuple[int, str] | None = None
+    initial: InitialState | None = None
+    #: The only output mode that the query may have; None for any.
+    output_mode: str | None = None
 
     @property
     def spec(self) -> StageSpec:
@@ -39,7 +65,7 @@ class ProcessStage:
 
     @property
     def clock(self) -> Clock:
-        return Clock.NONE
+        return _CLOCKS[self.program.time_mode]
 
     def project(self, rows: DataFrame) -> DataFrame:
         keys = [
@@ -49,13 +75,15 @@ class ProcessStage:
         return rows.select(*keys, "*")
 
     def variant(self, context: EpochContext) -> str:
-        del context
-        return "process"
+        return "process" if self._initial(context) is None else "process with initial state"
 
     def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
-        del context
         names = [key_name(i) for i in range(len(self.key_fields))]
-        task = _ProcessTask(self.program, self.pandas)
+        united = None
+        if (initial := self._initial(context)) is not None:
+            united = UnitedRows(len(names), tuple(rows.columns[len(names) :]), tuple(initial.rows.columns))
+            rows = initial.united_with(rows, self.key_fields)
+        task = _ProcessTask(self.program, self.run, self._late_rows(), united)
         return run_in_tasks(place(rows, names, access), access, task, self.program.output)
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
@@ -63,17 +91,53 @@ class ProcessStage:
         del variable
         return state.drop(HASH)
 
+    def _initial(self, context: EpochContext) -> InitialState | None:
+        """The initial state, in the first epoch of all; whoever runs that again begins with it again."""
+        return self.initial if context.epoch == 0 else None
+
+    def _late_rows(self) -> LateRows | None:
+        if self.event_time is None or self.program.time_mode is not TimeMode.EVENT_TIME:
+            return None
+        position, field = self.event_time
+        return LateRows(1 + len(self.key_fields) + position, field)
+
+
+@dataclass(frozen=True)
+class LateRows:
+    """Rows that the watermark has passed, which timers that go by event time must not see any more."""
+
+    column: int
+    field: str
+
+    def dropped(self, batches: Sequence[pa.RecordBatch], watermark_ms: int | None) -> list[pa.RecordBatch]:
+        if watermark_ms is None:
+            return list(batches)
+        kept = []
+        for batch in batches:
+            times = batch.column(self.column)
+            if self.field:
+                times = pc.struct_field(times, self.field)
+            late = pc.fill_null(pc.less_equal(times.cast(pa.int64()), watermark_ms * 1000), False)
+            kept.append(batch.filter(pc.invert(late)))
+        return [batch for batch in kept if batch.num_rows]
+
 
 @dataclass(frozen=True)
 class _ProcessTask:
     """What a task does with its partition."""
 
     program: Program
-    pandas: bool
+    run: Run
+    late: LateRows | None
+    united: UnitedRows | None
 
     def __call__(
         self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
     ) -> Iterable[pa.RecordBatch]:
-        del epoch  # timers need it; the supported time mode "none" shows no times to a processor
-        run = run_frames if self.pandas else run_rows
-        return run(batches, self.program, state, TimerValues())
+        initial: list[pa.RecordBatch] = []
+        if self.united is not None:
+            batches, initial = self.united.split(batches)
+        if self.late is not None:
+            batches = self.late.dropped(batches, epoch.watermark_ms)
+        times = self.program.times(epoch.processing_time_ms, epoch.watermark_ms)
+        return self.run(batches, self.program, state, times, initial)

@@ -10,7 +10,7 @@ from pyspark.errors import PySparkRuntimeError, PySparkTypeError
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.streaming import stateful_processor_api_client as spark_client
 
-from anabranch.operators.process.columns import python_values, tuples_of
+from anabranch.operators.process.columns import python_values, row_class, rows_of, tuples_of
 from anabranch.operators.process.values import ValueCodec, value_codec
 
 Tuple = tuple[Any, ...]
@@ -112,6 +112,13 @@ class TupleCodec:
                     reason = f"{value!r} is not a {self.fields[number].name}: {error}"
                     raise UnstorableError(position, self.names[number], reason) from None
             raise
+
+
+def state_rows(table: pa.Table) -> list[Tuple]:
+    """Rows of a table with the types of state. So Spark gives the keys of timers: as Rows, with naive times."""
+    columns = [column.combine_chunks() for column in table.columns]
+    tuples = TupleCodec(table.schema, "key").load(columns, table.num_rows)
+    return list(rows_of(row_class(table.column_names), tuples))
 
 
 def _over_fields(converts: list[Callable[[Any], Any] | None]) -> Callable[[Tuple], Tuple] | None:

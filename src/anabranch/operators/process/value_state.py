@@ -51,12 +51,18 @@ class LocalValueState(ValueState):
         self._entries = entries
         self._values = _Unloaded(self)
         self._changed = bytearray(entries.keys)
+        if entries.expired is not None:
+            # What has expired is removed, unless user code sets it again.
+            np.frombuffer(self._changed, np.uint8)[entries.owners[entries.expired]] = 1
 
     def load(self) -> list[Tuple | None]:
         """Turns the stored columns into tuples, when user code first asks for one."""
         assert self._entries is not None
         owners = self._entries.owners
         stored: list[Tuple | None] = list(self._codec.load(self._entries.columns, len(owners)))
+        if self._entries.expired is not None:
+            for position in np.flatnonzero(self._entries.expired).tolist():
+                stored[position] = None
         if len(stored) == self._entries.keys:
             self._values = stored
         else:
@@ -68,6 +74,8 @@ class LocalValueState(ValueState):
 
     def end(self) -> Changes | None:
         assert self._entries is not None
+        if self._entries.expired is not None and isinstance(self._values, _Unloaded):
+            self.load()
         entries, values = self._entries, self._values
         owners = np.flatnonzero(np.frombuffer(self._changed, np.uint8))
         self._entries, self._values = None, OutOfTurn(self.variable.name)

@@ -6,7 +6,7 @@ Within a window a key is known by its position.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -15,6 +15,23 @@ import pyarrow as pa
 from pyspark.errors import PySparkRuntimeError
 
 from anabranch.core.schemas import VariableSpec
+
+#: The last field of a state variable whose entries live for a time: when they expire, in milliseconds since 1970.
+EXPIRY = "_expiry_ms"
+
+
+def has_expiry(variable: VariableSpec) -> bool:
+    return bool(variable.value.names) and variable.value.names[-1] == EXPIRY
+
+
+def with_expiry(variable: VariableSpec) -> VariableSpec:
+    """The variable with a time at which each of its entries expires."""
+    return replace(variable, value=variable.value.append(pa.field(EXPIRY, pa.int64())))
+
+
+def without_expiry(variable: VariableSpec) -> VariableSpec:
+    """The variable as user code sees it."""
+    return replace(variable, value=pa.schema(list(variable.value)[:-1])) if has_expiry(variable) else variable
 
 
 class Cursor:
@@ -36,6 +53,8 @@ class Entries:
     owners: npt.NDArray[np.int64]
     #: The columns of the sub-key, then those of the value.
     columns: list[pa.Array]
+    #: For each entry whether its time to live is over: user code does not see it. None if that is so for none.
+    expired: npt.NDArray[np.bool_] | None = None
 
     def bounds(self) -> list[int]:
         """Where the entries of each key begin; the last number is where the last key's entries end."""
@@ -71,13 +90,14 @@ class LocalVariable(Protocol):
 class OutOfTurn:
     """Stands in for the entries of a state variable while no key is current."""
 
-    def __init__(self, variable: str) -> None:
-        self._variable = variable
+    def __init__(self, variable: str, *, timers: bool = False) -> None:
+        self._what = ("Timers", "them", "timers") if timers else (f"State variable {variable}", "it", "state variables")
 
     def _refuse(self, *_: Any) -> NoReturn:
+        subject, them, plural = self._what
         raise PySparkRuntimeError(
-            f"State variable {self._variable}: there is no key to read or write it for. "
-            "Use state variables only in handleInputRows, not in init or close."
+            f"{subject}: there is no key to read or write {them} for. "
+            f"Use {plural} only in handleInputRows, handleExpiredTimer and handleInitialState, not in init or close."
         )
 
     __getitem__ = __setitem__ = get = _refuse

@@ -1,0 +1,228 @@
+"""Approximate aggregates: their state is small however many values there are, and their error is bounded.
+
+===================== ================================================ ==============================================
+function              state of a key                                   error, with the default parameters
+===================== ================================================ ==============================================
+approx_count_distinct HyperLogLog++ registers, at most 512             a relative standard deviation of 5 percent
+hll_sketch_agg        DataSketches HLL with 4,096 registers, 4 KB      a relative standard deviation of 1.3 percent
+theta_sketch_agg      DataSketches theta with 4,096 hashes, 32 KB      a relative standard deviation of 1.6 percent
+kll_sketch_agg_*      DataSketches KLL with k = 200, about 4 KB        ranks within 1.33 percent, 99 times of 100
+percentile_approx     KLL with a k that follows from the accuracy      ranks within 1 / accuracy, 99 times of 100
+approx_top_k          values with counts, at most maxItemsTracked      counts within 4.5 / maxItemsTracked of all rows
+count_min_sketch      Spark's own counters                             eps of all rows too much, with the confidence
+===================== ================================================ ==============================================
+
+They are what Spark gives while there are few values: then each of them is exact, or the same registers.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DataType,
+    DateType,
+    DayTimeIntervalType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    NumericType,
+    StructField,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+    YearMonthIntervalType,
+)
+
+from anabranch.core.errors import UnsupportedError
+from anabranch.operators.aggregate import catalyst
+from anabranch.operators.aggregate.call import Buffer, Call, Columns, Parts
+from anabranch.operators.aggregate.lists import Registers, TopCounted
+from anabranch.operators.aggregate.sketches import Bitmaps, CountMin, Sketched, SketchKind
+
+#: Spark's classes that make or merge KLL sketches, and of what.
+KLL = {
+    f"Kll{what}Agg{of}": kind
+    for what in ("Sketch", "Merge")
+    for of, kind in (
+        ("Bigint", SketchKind.KLL_LONGS), ("Double", SketchKind.KLL_DOUBLES), ("Float", SketchKind.KLL_FLOATS)
+    )
+}  # fmt: skip
+_KLL_LARGEST_K = 65_535
+
+
+def hll(call: Call) -> Parts:
+    mixed = catalyst.kind(call.function) == "HllUnionAgg" and bool(_constant(call, 1, False))
+    return call.simple(Sketched(SketchKind.HLL, mixed=mixed))
+
+
+def theta(call: Call) -> Parts:
+    return call.simple(Sketched(SketchKind.THETA_UNION, lg_k=_constant(call, 1, 12)))
+
+
+def theta_intersection(call: Call) -> Parts:
+    return call.simple(Sketched(SketchKind.THETA_INTERSECTION))
+
+
+def kll(call: Call) -> Parts:
+    return call.simple(Sketched(KLL[catalyst.kind(call.function)]))
+
+
+def count_min_sketch(call: Call) -> Parts:
+    return call.simple(CountMin())
+
+
+def bitmap_union(call: Call) -> Parts:
+    return call.simple(Bitmaps(union=True))
+
+
+def bitmap_intersection(call: Call) -> Parts:
+    return call.simple(Bitmaps(union=False))
+
+
+def approx_count_distinct(call: Call) -> Parts:
+    """HyperLogLog++ with Spark's own hash, registers and estimate; the state has the registers that are not zero."""
+    call.require_binary_collation()
+    deviation = call.function.relativeSD()
+    bits = math.ceil(2.0 * math.log(1.106 / deviation) / math.log(2.0))
+
+    def partial(inputs: Columns) -> Column:
+        (value,) = inputs
+        if isinstance(call.types[0], FloatType | DoubleType):
+            # There is one zero only.
+            value = value + F.lit(0.0).cast(call.types[0])
+        hashed = F.xxhash64(value)
+        index = F.shiftrightunsigned(hashed, 64 - bits)
+        rest = F.shiftleft(hashed, bits).bitwiseOR(F.lit(1 << (bits - 1)).cast("long"))
+        rank = F.lit(65) - F.length(F.bin(rest))
+        packed = F.when(inputs[0].isNotNull(), (index * 64 + rank).cast("int"))
+        return _highest(F.collect_set(packed))
+
+    buffer = Buffer("", partial, ArrayType(IntegerType()), Registers())
+    return Parts(call.arguments, (buffer,), lambda buffers: _estimate(buffers[0], bits, deviation))
+
+
+def _highest(registers: Column) -> Column:
+    """Of the registers with one index that with the highest rank."""
+
+    def kept(ordered: Column) -> Column:
+        last = F.size(ordered) - 1
+
+        def is_last(packed: Column, number: Column) -> Column:
+            following = ordered[F.least(number + 1, last)]
+            return (number == last) | (F.shiftright(following, 6) != F.shiftright(packed, 6))
+
+        return F.filter(ordered, is_last)
+
+    return F.transform(F.array(F.array_sort(registers)), kept)[0]
+
+
+def _estimate(registers: Column, bits: int, deviation: float) -> Column:
+    """The estimate as Spark's HyperLogLogPlusPlusHelper takes it, with its tables of thresholds and biases."""
+    helpers = catalyst.jvm().org.apache.spark.sql.catalyst.util.HyperLogLogPlusPlusHelper
+    size = 1 << bits
+    alpha = {4: 0.673, 5: 0.697, 6: 0.709}.get(bits, 0.7213 / (1.0 + 1.079 / size))
+    empty = (F.lit(size) - F.size(registers)).cast("double")
+    inverse = F.aggregate(registers, empty, lambda sum, packed: sum + F.pow(F.lit(2.0), -packed.bitwiseAND(F.lit(63))))
+    raw = F.lit(alpha * size * size) / inverse
+    corrected = raw
+    counts_linearly = raw <= 2.5 * size
+    if bits < 19:
+        corrected = F.when(raw < 5.0 * size, raw - _bias(helpers(deviation), raw)).otherwise(raw)
+    linear = F.when(empty > 0, F.lit(float(size)) * F.log(F.lit(float(size)) / empty))
+    if bits < 19:
+        counts_linearly = counts_linearly | (linear <= helpers.THRESHOLDS()[bits - 4])
+    return F.floor(F.when((empty > 0) & counts_linearly, linear).otherwise(corrected) + 0.5)
+
+
+def _bias(helper: catalyst.Expression, raw: Column) -> Column:
+    """Spark's own table of biases, which is code and not an expression."""
+    java = catalyst.jvm()
+    expressions = java.org.apache.spark.sql.catalyst.expressions
+    target = expressions.Literal(helper, java.org.apache.spark.sql.types.ObjectType(helper.getClass()))
+    double = catalyst.expression(F.lit(0.0)).dataType()
+    return catalyst.column(
+        expressions.objects.Invoke(
+            target, "estimateBias", double, catalyst.scala([catalyst.expression(raw)]), catalyst.scala([]),
+            True, True, True,
+        )
+    )  # fmt: skip
+
+
+def percentile_approx(call: Call) -> Parts:
+    """A KLL sketch of doubles, large enough for the accuracy that was asked for."""
+    accuracy = int(_constant(call, 2, 10_000))
+    size = min(_KLL_LARGEST_K, max(200, math.ceil((2.296 * accuracy) ** (1 / 0.9021))))
+    kind = call.types[0]
+    percentages = catalyst.column(call.parameter(1))
+    several = isinstance(call.output, ArrayType)
+
+    def partial(inputs: Columns) -> Column:
+        return F.kll_sketch_agg_double(_as_double(call, inputs[0], kind), size)
+
+    def finish(buffers: Columns) -> Column:
+        found = F.kll_sketch_get_quantile_double(buffers[0], percentages)
+        value = F.transform(found, lambda one: _from_double(one, kind)) if several else _from_double(found, kind)
+        return F.when(F.kll_sketch_get_n_double(buffers[0]) > 0, value)
+
+    buffer = Buffer("", partial, BinaryType(), Sketched(SketchKind.KLL_DOUBLES))
+    return Parts(call.arguments, (buffer,), finish)
+
+
+def _as_double(call: Call, value: Column, kind: DataType) -> Column:
+    if isinstance(kind, DateType):
+        return F.unix_date(value).cast("double")
+    if isinstance(kind, TimestampType):
+        return F.unix_micros(value).cast("double")
+    if isinstance(kind, TimestampNTZType | DayTimeIntervalType | YearMonthIntervalType) or not isinstance(
+        kind, NumericType
+    ):
+        raise UnsupportedError(
+            f"The aggregate {call.text!r} is not supported over {kind.simpleString()}. Cast it to a number."
+        )
+    return value.cast("double")
+
+
+def _from_double(value: Column, kind: DataType) -> Column:
+    if isinstance(kind, DateType):
+        return F.date_from_unix_date(value.cast("int"))
+    if isinstance(kind, TimestampType):
+        return F.timestamp_micros(value.cast("long"))
+    return value.cast(kind)
+
+
+def approx_top_k(call: Call) -> Parts:
+    """Of each epoch the most frequent values that Spark finds; of all epochs the most frequent of these."""
+    call.require_binary_collation()
+    wanted, capacity = _constant(call, 1, 5), _constant(call, 2, 10_000)
+    entry = call.output.elementType if isinstance(call.output, ArrayType) else call.output
+    kind = StructType([StructField("items", ArrayType(entry)), StructField("error", LongType())])
+
+    def partial(inputs: Columns) -> Column:
+        parts = [inputs[0], F.lit(capacity), F.lit(capacity)]
+        changed = catalyst.with_children(call.function, [catalyst.expression(part) for part in parts])
+        return F.struct(catalyst.aggregate(changed).alias("items"), F.lit(0).cast("long").alias("error"))
+
+    def finish(buffers: Columns) -> Column:
+        items, error = buffers[0]["items"], buffers[0]["error"]
+
+        def later(a: Column, b: Column) -> Column:
+            return F.when(a["count"] > b["count"], -1).when(a["count"] < b["count"], 1).otherwise(0)
+
+        known = F.filter(items, lambda one: one["count"] > error)
+        best = F.slice(F.array_sort(known, later), 1, wanted)
+        return F.transform(best, lambda one: F.struct(one["item"].alias("item"), (one["count"] + error).alias("count")))
+
+    return Parts(call.arguments, (Buffer("", partial, kind, TopCounted(capacity)),), finish)
+
+
+def _constant(call: Call, position: int, default: int) -> int:
+    """The value of a constant argument."""
+    parts = catalyst.children(call.function)
+    value: int = parts[position].eval(None) if position < len(parts) else default
+    return value

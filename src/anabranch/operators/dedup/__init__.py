@@ -1,0 +1,1 @@
+"""De-duplication: of all rows with the same key, only the first goes out."""
