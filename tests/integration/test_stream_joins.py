@@ -44,6 +44,8 @@ def generated(seed: int, *, late: bool = False) -> list[list[tuple[Any, ...]]]:
         epochs.append(rows + rows[:2])
     ends = [[(f"{name}{seed}", at(FAR), 1, 0.0)] for name in ("far", "further", "end")]
     if late:
+        # Spark goes by the watermark of the epoch before: the first of them is not late yet.
+        ends[-2].append(("a", at(150), 7, 1.5))
         ends[-1].append(("a", at(150), LATE, 1.5))
     return [*epochs, *ends]
 
@@ -86,6 +88,13 @@ def in_windows(left: Any, right: Any) -> Any:
     return left.join(right, ["w", "k"], "full_outer")
 
 
+def counted_in_windows(left: Any, right: Any) -> Any:
+    """How many rows, and how many with a match, in windows that end while rows still wait for theirs."""
+    left, right = marked(left, right)
+    joined = bounded("left_outer")(left, right).select(left.t.alias("at"), right.b)
+    return joined.groupBy(F.window("at", "20 seconds")).agg(F.count("*").alias("n"), F.count("b").alias("matches"))
+
+
 def writer_of(stream: Any, oracle: Oracle, result: Result, checkpoint: Path) -> Any:
     writer = stream.writeStream.foreachBatch(result).outputMode("append").options(**oracle.options)
     return writer.option("checkpointLocation", str(checkpoint))
@@ -102,11 +111,11 @@ def settled(rows: DataFrame, *times: str) -> Counter[str]:
 
 def assert_same(found: Counter[str], expected: Counter[str]) -> None:
     assert found == expected, f"too many: {list(found - expected)[:5]}, missing: {list(expected - found)[:5]}"
-    assert sum(expected.values()) > 20
+    assert sum(expected.values()) > 8
 
 
-@pytest.mark.parametrize("query", [with_predicates, in_windows])
-def test_a_full_outer_join_gives_the_rows_of_spark(oracle: Oracle, feeds: Feeds, query: Query) -> None:
+@pytest.mark.parametrize("query", [with_predicates, in_windows, counted_in_windows])
+def test_an_outer_join_gives_the_rows_of_spark(oracle: Oracle, feeds: Feeds, query: Query) -> None:
     for number, feed in enumerate(feeds):
         feed.add(*generated(number, late=True))
     left, right = (feed.stream() for feed in feeds)

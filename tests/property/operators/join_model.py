@@ -49,11 +49,13 @@ class Model:
     case: Case
     waiting: tuple[list[Waiting], list[Waiting]] = field(default_factory=lambda: ([], []))
 
-    def epoch(self, rows: tuple[Sequence[Row], Sequence[Row]], watermark_ms: int | None) -> list[tuple[Any, ...]]:
+    def epoch(
+        self, rows: tuple[Sequence[Row], Sequence[Row]], watermark_ms: int | None, late_ms: int | None
+    ) -> list[tuple[Any, ...]]:
         out: list[tuple[Any, ...]] = []
         for side in (LEFT, RIGHT):
             for row in rows[side]:
-                if watermark_ms is not None and row[1] <= watermark_ms:
+                if late_ms is not None and row[1] <= late_ms:
                     continue
                 if self.case.how.keeps_unmatched(side) and not row[3]:
                     out.append(_pair(row, None) if side == LEFT else _pair(None, row))
@@ -105,8 +107,12 @@ class TaskHarness:
         self._epoch = 0
         self._written: Mapping[str, pa.Table] | None = None
 
-    def epoch(self, rows: tuple[Sequence[Row], Sequence[Row]], watermark_ms: int | None) -> list[tuple[Any, ...]]:
-        facts = TaskEpoch(epoch=self._epoch, run=0, processing_time_ms=0, watermark_ms=watermark_ms)
+    def epoch(
+        self, rows: tuple[Sequence[Row], Sequence[Row]], watermark_ms: int | None, late_ms: int | None
+    ) -> list[tuple[Any, ...]]:
+        facts = TaskEpoch(
+            epoch=self._epoch, run=0, processing_time_ms=0, watermark_ms=watermark_ms, late_watermark_ms=late_ms
+        )
         self._written = None
         batches = list(self.task(_batches(rows), self, facts))  # type: ignore[arg-type]
         assert self._written is not None, "a task writes once, even if nothing has changed"
