@@ -201,7 +201,7 @@ def test_errors_of_synopses_are_within_their_bounds(spark: SparkSession, oracle:
         F.hll_sketch_estimate(F.hll_sketch_agg("x")),
         F.theta_sketch_estimate(F.theta_sketch_agg("x")),
         F.kll_sketch_get_quantile_bigint(F.kll_sketch_agg_bigint("x"), quantiles),
-        F.kll_sketch_get_quantile_double(F.kll_sketch_agg_double("x"), quantiles),
+        F.kll_sketch_get_quantile_double(F.kll_sketch_agg_double(F.col("x").cast("double")), quantiles),
         F.percentile_approx("x", [0.01, 0.5, 0.99], 1000),
         F.expr("approx_top_k(z, 5, 128)"),
         F.count_min_sketch("z", F.lit(0.001), F.lit(0.99), F.lit(1)),
