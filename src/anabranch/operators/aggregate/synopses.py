@@ -4,7 +4,7 @@
 function              state of a key                                   error, with the default parameters
 ===================== ================================================ ==============================================
 approx_count_distinct HyperLogLog++ registers, at most 512             a relative standard deviation of 5 percent
-hll_sketch_agg        DataSketches HLL with 4,096 registers, 4 KB      a relative standard deviation of 1.3 percent
+hll_sketch_agg        DataSketches HLL with 4,096 registers, 4 KB      a relative standard deviation of 1.6 percent
 theta_sketch_agg      DataSketches theta with 4,096 hashes, 32 KB      a relative standard deviation of 1.6 percent
 kll_sketch_agg_*      DataSketches KLL with k = 200, about 4 KB        ranks within 1.33 percent, 99 times of 100
 percentile_approx     KLL with a k that follows from the accuracy      ranks within 1 / accuracy, 99 times of 100
