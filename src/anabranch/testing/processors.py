@@ -1,0 +1,157 @@
+"""A StatefulProcessor under test, without a query: rows in, rows out, and time that passes when the test says so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+import xxhash
+from pyspark import cloudpickle
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.streaming.stateful_processor import StatefulProcessor
+from pyspark.sql.types import Row, StructType
+
+from anabranch.core.errors import UnsupportedError
+from anabranch.core.eventtime import EventTime
+from anabranch.core.ids import StageNumber
+from anabranch.core.schemas import HASH, StageSpec
+from anabranch.operators.keys import arrow_schema, check_key_fields
+from anabranch.operators.process import Program, declare_state, run_frames, run_rows
+from anabranch.operators.process.declare import checked_time_mode
+from anabranch.wire.routed import Answers, Expiry
+from anabranch.worker.layers import VariableState
+from anabranch.worker.storeoptions import StoreOptions
+
+_KEY_GROUPS = 16
+
+
+class ProcessorTest:
+    """Runs a processor on rows that a test sends, epoch by epoch, as a task does.
+
+    Each epoch gets a fresh copy of the processor, so what it keeps in attributes instead of state is lost.
+
+    >>> test = ProcessorTest(Totals(), "user string, amount bigint", ["user"], "user string, total bigint")
+    >>> test.send([("ann", 3), ("ann", 4)])  # doctest: +SKIP
+    [Row(user='ann', total=7)]
+    """
+
+    def __init__(
+        self,
+        processor: StatefulProcessor,
+        schema: StructType | str,
+        key: Sequence[str],
+        output: StructType | str,
+        *,
+        timeMode: str = "none",
+        pandas: bool = False,
+    ) -> None:
+        self._schema = _struct(schema)
+        unknown = [name for name in key if name not in self._schema.names]
+        if unknown or not key:
+            raise UnsupportedError(f"The key {list(key)} must be columns of the rows: {self._schema.names}.")
+        fields = [self._schema[name] for name in key]
+        check_key_fields(fields)
+        mode = checked_time_mode(timeMode)
+        self._pickled: bytes = cloudpickle.dumps(processor)  # type: ignore[no-untyped-call]
+        self._spec = declare_state(processor, arrow_schema(fields), StageNumber(0), "test", mode)
+        self._output = _struct(output)
+        self._mode = mode
+        self._run = run_frames if pandas else run_rows
+        self._state = _MemoryState(self._spec)
+        self._watermark_ms: int | None = None
+        self._now_ms = time.time_ns() // 1_000_000
+
+    def send(self, rows: Sequence[Any]) -> list[Row]:
+        """An epoch with these rows, as tuples or dicts; what the processor yields, timers that are due included."""
+        arrow = to_arrow_schema(self._schema, timezone="UTC")
+        columns = list(zip(*[_values(row, arrow.names) for row in rows], strict=True)) or [()] * len(arrow)
+        table = pa.table([pa.array(list(c), f.type) for c, f in zip(columns, arrow, strict=True)], schema=arrow)
+        keys = [table.column(name) for name in self._spec.key.names]
+        hashes = [_hash(key) for key in zip(*[column.to_pylist() for column in keys], strict=True)]
+        names = [HASH, *(f"_key{i}" for i in range(len(keys))), *arrow.names]
+        return self._epoch(pa.table([pa.array(hashes, pa.int64()), *keys, *table.columns], names=names).to_batches())
+
+    def advance_watermark(self, to: datetime | int) -> list[Row]:
+        """Let event time pass, to a datetime or to milliseconds since 1970; what timers yield because of it."""
+        to_ms = to if isinstance(to, int) else round(to.replace(tzinfo=to.tzinfo or UTC).timestamp() * 1000)
+        self._watermark_ms = max(to_ms, self._watermark_ms or 0)
+        return self._epoch([])
+
+    def advance_clock(self, seconds: float) -> list[Row]:
+        """Let processing time pass; what timers yield because of it. Time stands still otherwise."""
+        self._now_ms += round(seconds * 1000)
+        return self._epoch([])
+
+    def state(self, variable: str) -> list[Row]:
+        """What is in a state variable, with its key, in no particular order."""
+        if variable not in self._spec.layouts:
+            raise UnsupportedError(f"There is no state variable {variable!r}, but {sorted(self._spec.layouts)}.")
+        return _rows(self._state.scan(variable).drop_columns([HASH]))
+
+    def _epoch(self, batches: list[pa.RecordBatch]) -> list[Row]:
+        program = Program(self._spec, cloudpickle.loads(self._pickled), self._output, time_mode=self._mode)
+        times = program.times(self._now_ms, self._watermark_ms)
+        output = list(self._run(batches, program, self._state, times))
+        self._state.commit()
+        return _rows(pa.Table.from_batches(output, schema=program.output_schema))
+
+
+class _MemoryState:
+    """The state of a stage as tasks see it, in the store that workers keep in memory."""
+
+    def __init__(self, spec: StageSpec) -> None:
+        stores = StoreOptions("memory")
+        self._states = {
+            name: VariableState(layout, _KEY_GROUPS, stores.open("test", spec, name, _KEY_GROUPS))
+            for name, layout in spec.layouts.items()
+        }
+        self._epoch = 0
+        self._staged: Mapping[str, pa.Table] = {}
+
+    def read(self, keys: pa.Table) -> Mapping[str, pa.Table]:
+        return {name: pa.Table.from_batches([s.read(keys, self._epoch)]) for name, s in self._states.items()}
+
+    def ask(self, keys: pa.Table, *, rest: bool = False, expiries: Sequence[Expiry] = ()) -> Answers:
+        del rest
+        expired = {}
+        for expiry in expiries:
+            rows = self.scan(expiry.variable)
+            expired[expiry.variable] = rows.filter(EventTime(expiry.column, expiry.field).is_over(rows, expiry.up_to))
+        return Answers(found=dict(self.read(keys)), rest={}, expired=expired)
+
+    def write(self, changes: Mapping[str, pa.Table]) -> None:
+        self._staged = changes
+
+    def scan(self, variable: str) -> pa.Table:
+        state = self._states[variable]
+        return pa.Table.from_batches(list(state.scan(self._epoch)), schema=state.layout.rows).combine_chunks()
+
+    def commit(self) -> None:
+        self._epoch += 1
+        for name, table in self._staged.items():
+            self._states[name].add_layer(self._epoch, table)
+            self._states[name].fold(self._epoch)
+        self._staged = {}
+
+
+def _struct(schema: StructType | str) -> StructType:
+    struct: Any = StructType.fromDDL(schema) if isinstance(schema, str) else schema
+    if not isinstance(struct, StructType):
+        raise UnsupportedError(f"{schema!r} is not the schema of rows. Pass a StructType, or 'name type, …'.")
+    return struct
+
+
+def _values(row: Any, names: list[str]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in names) if isinstance(row, Mapping) else tuple(row)
+
+
+def _hash(key: tuple[Any, ...]) -> int:
+    return xxhash.xxh64(repr(key).encode()).intdigest() - 2**63
+
+
+def _rows(table: pa.Table) -> list[Row]:
+    make = Row(*table.column_names)
+    return [make(*values) for values in zip(*[column.to_pylist() for column in table.columns], strict=True)]

@@ -1,0 +1,108 @@
+"""The test kit, on processors: rows, timers, time to live, and what a processor wrongly keeps for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import pandas as pd
+import pytest
+from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
+from pyspark.sql.types import LongType, Row, StringType, StructField, StructType, TimestampType
+
+from anabranch import UnsupportedError
+from anabranch.testing import ProcessorTest
+
+
+def fields(**types: Any) -> StructType:
+    return StructType([StructField(name, kind) for name, kind in types.items()])
+
+
+INPUT = fields(user=StringType(), at=TimestampType(), amount=LongType())
+OUTPUT = fields(user=StringType(), total=LongType())
+TOTAL = fields(total=LongType())
+
+
+class Totals(StatefulProcessor):
+    """Totals that are given out when nothing has come for a minute of event time."""
+
+    def __init__(self, ttl_ms: int | None = None) -> None:
+        self._ttl_ms = ttl_ms
+        self.calls = 0
+
+    def init(self, handle: StatefulProcessorHandle) -> None:
+        self._handle = handle
+        self._total = handle.getValueState("total", TOTAL, self._ttl_ms)
+
+    def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Any]:
+        del timerValues
+        self.calls += 1
+        values = list(rows)
+        before = self._total.get() if self._total.exists() else (0,)
+        self._total.update((before[0] + sum(row.amount for row in values),))
+        if self._ttl_ms is None:
+            for timer in list(self._handle.listTimers()):
+                self._handle.deleteTimer(timer)
+            self._handle.registerTimer(round(max(row.at for row in values).timestamp() * 1000) + 60_000)
+        yield Row(user=f"{key[0]}/{self.calls}", total=self._total.get()[0])
+
+    def handleExpiredTimer(self, key: Any, timerValues: Any, expiredTimerInfo: Any) -> Iterator[Any]:
+        del timerValues, expiredTimerInfo
+        total = self._total.get()[0]
+        self._total.clear()
+        yield Row(user=f"{key[0]} is done", total=total)
+
+    def close(self) -> None:
+        pass
+
+
+class Frames(Totals):
+    def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Any]:
+        del timerValues
+        total = (self._total.get() or (0,))[0] + sum(int(frame["amount"].sum()) for frame in rows)
+        self._total.update((total,))
+        yield pd.DataFrame({"user": [key[0]], "total": [total]})
+
+
+def at(minute: int) -> datetime:
+    return datetime(2026, 1, 1, 0, minute)
+
+
+def test_rows_make_state_and_timers_fire_when_event_time_passes() -> None:
+    test = ProcessorTest(Totals(), INPUT, ["user"], OUTPUT, timeMode="eventTime")
+    assert sorted(test.send([("ann", at(0), 3), ("bob", at(5), 1), ("ann", at(0), 4)])) == [
+        Row(user="ann/1", total=7), Row(user="bob/2", total=1),
+    ]  # fmt: skip
+    assert test.advance_watermark(at(0)) == []
+    assert sorted(test.state("total")) == [Row(user="ann", total=7), Row(user="bob", total=1)]
+    assert test.advance_watermark(at(2)) == [Row(user="ann is done", total=7)]
+    assert test.state("total") == [Row(user="bob", total=1)]
+    assert test.advance_watermark(at(2)) == []
+    assert test.send([{"user": "bob", "at": at(9), "amount": 1}]) == [Row(user="bob/1", total=2)]
+    assert test.advance_watermark(at(6)) == []
+    assert test.advance_watermark(at(10)) == [Row(user="bob is done", total=2)]
+
+
+def test_state_with_a_time_to_live_is_gone_after_it() -> None:
+    test = ProcessorTest(Totals(ttl_ms=10_000), INPUT, ["user"], OUTPUT, timeMode="processingTime")
+    test.send([("ann", at(0), 3)])
+    assert test.advance_clock(9) == []
+    assert [row.total for row in test.state("total")] == [3]
+    test.advance_clock(2)
+    assert test.state("total") == []
+    assert test.send([("ann", at(0), 1)]) == [Row(user="ann/1", total=1)]
+
+
+def test_frames() -> None:
+    test = ProcessorTest(Frames(ttl_ms=0), INPUT, ["user"], OUTPUT, timeMode="processingTime", pandas=True)
+    assert test.send([("ann", at(0), 3), ("ann", at(1), 4)]) == [Row(user="ann", total=7)]
+    assert test.send([("ann", at(0), 3)]) == [Row(user="ann", total=10)]
+
+
+def test_what_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(UnsupportedError, match=r"The key \['nope'\] must be columns of the rows"):
+        ProcessorTest(Totals(), INPUT, ["nope"], OUTPUT)
+    test = ProcessorTest(Totals(), INPUT, ["user"], OUTPUT, timeMode="eventTime")
+    with pytest.raises(UnsupportedError, match="no state variable 'sum'"):
+        test.state("sum")
