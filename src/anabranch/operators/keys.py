@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import pyarrow as pa
-from pyspark.sql import Column
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import (
@@ -30,6 +30,8 @@ from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import GROUP, HASH, INDEX, OP, POSITION
 
+#: Spark's mark of a column with a watermark, in the field's metadata.
+WATERMARK = "spark.watermarkDelayMs"
 #: Columns of rows of state that are not the user's.
 RESERVED = frozenset({HASH, GROUP, OP, POSITION, INDEX})
 _KEY_TYPES = (NumericType, StringType, BinaryType, BooleanType, DateType, TimestampType, TimestampNTZType)
@@ -87,6 +89,12 @@ def normalised(column: Column, field: StructField) -> Column:
         return column
     zero, nan = F.lit(0.0).cast(field.dataType), F.lit(float("nan")).cast(field.dataType)
     return F.when(column == 0, zero).when(F.isnan(column), nan).otherwise(column)
+
+
+def with_keys(rows: DataFrame, columns: Sequence[Column], fields: Sequence[StructField]) -> DataFrame:
+    """The rows with their key in front, under the names of key columns."""
+    keys = [normalised(c, f).alias(key_name(i)) for i, (c, f) in enumerate(zip(columns, fields, strict=True))]
+    return rows.select(*keys, "*")
 
 
 def arrow_schema(fields: Sequence[StructField]) -> pa.Schema:

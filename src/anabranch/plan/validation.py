@@ -12,13 +12,12 @@ from anabranch.core.settings import MAX_PARALLELISM
 from anabranch.operators.aggregate.stage import AggregateStage
 from anabranch.operators.join.sides import JoinType
 from anabranch.operators.join.stage import JoinStage
+from anabranch.operators.keys import WATERMARK
 from anabranch.operators.process.stage import ProcessStage
 from anabranch.operators.session.stage import SessionStage
 from anabranch.plan.pipeline import Pipeline
 
 OUTPUT_MODES = ("append", "update", "complete")
-#: Spark's mark of a column with a watermark.
-_WATERMARK = "spark.watermarkDelayMs"
 
 
 def check_stage_options(name: str, parallelism: int | None, taken: Sequence[str]) -> None:
@@ -95,7 +94,7 @@ def _aggregations(pipeline: Pipeline) -> list[AggregateStage | SessionStage]:
 
 def _check_event_times(stage: AggregateStage | SessionStage) -> None:
     fields = stage.whole.key_fields if isinstance(stage, SessionStage) else stage.key_fields
-    marked = [field.name for field in fields if _WATERMARK in (field.metadata or {})]
+    marked = [field.name for field in fields if WATERMARK in (field.metadata or {})]
     if len(marked) > 1:
         raise UnsupportedError(
             f"The key columns {', '.join(map(repr, marked))} all have a watermark, so it is not clear when a key is "

@@ -16,10 +16,7 @@ from anabranch.operators.aggregate.call import Buffer, Parts
 from anabranch.operators.aggregate.catalyst import Expression, sql_of
 from anabranch.operators.aggregate.functions import AggregateFunction, take_apart
 from anabranch.operators.aggregate.stage import ALL, VARIABLE, AggregateStage
-from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields, key_name
-
-#: Spark's mark of a column with a watermark.
-_WATERMARK = "spark.watermarkDelayMs"
+from anabranch.operators.keys import RESERVED, WATERMARK, StageName, arrow_schema, check_key_fields, key_name
 
 
 def build_aggregate(
@@ -165,7 +162,7 @@ class _Finish:
 def _event_time(key_fields: Sequence[StructField]) -> tuple[int, str] | None:
     """The first key column under a watermark; Spark marks such columns, windows included, in their metadata."""
     for position, field in enumerate(key_fields):
-        if _WATERMARK in (field.metadata or {}):
+        if WATERMARK in (field.metadata or {}):
             return position, "end" if isinstance(field.dataType, StructType) else ""
     return None
 

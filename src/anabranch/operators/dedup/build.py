@@ -11,10 +11,9 @@ from pyspark.sql.types import DataType, DoubleType, FloatType, StructField, Stru
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.operators.dedup.stage import EXPIRES_AT, VARIABLE, DedupStage, DedupTask
-from anabranch.operators.keys import StageName, arrow_schema, check_key_fields
+from anabranch.operators.keys import WATERMARK, StageName, arrow_schema, check_key_fields
 
 #: Spark's mark of a column with a watermark; its value is the delay in milliseconds.
-_WATERMARK = "spark.watermarkDelayMs"
 
 
 def build_dedup(
@@ -77,7 +76,7 @@ def _columns_of(deduplicated: DataFrame) -> list[int]:
 
 
 def _event_time(fields: list[StructField]) -> int | None:
-    found = [position for position, field in enumerate(fields) if _WATERMARK in (field.metadata or {})]
+    found = [position for position, field in enumerate(fields) if WATERMARK in (field.metadata or {})]
     if len(found) > 1:
         names = ", ".join(repr(fields[position].name) for position in found)
         raise UnsupportedError(
@@ -96,7 +95,7 @@ def _delay_ms(method: str, fields: list[StructField], event_time: int | None) ->
             f"{method} needs a watermark on a timestamp, and {field.name!r} is a {field.dataType.simpleString()}. "
             f"Take F.window_time({field.name!r}) instead of it."
         )
-    return int(field.metadata[_WATERMARK])
+    return int(field.metadata[WATERMARK])
 
 
 def _field_of(kind: DataType) -> str:

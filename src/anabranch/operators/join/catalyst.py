@@ -17,9 +17,8 @@ from pyspark.sql.types import DataType, StructField, _parse_datatype_json_string
 from anabranch.core.errors import UnsupportedError
 from anabranch.operators.join.predicate import LEFT, RIGHT
 from anabranch.operators.join.sides import JoinType
+from anabranch.operators.keys import WATERMARK
 
-#: Spark's mark of a column with a watermark.
-WATERMARK = "spark.watermarkDelayMs"
 #: Some watermark, far enough from zero: Spark moves it by the time that rows of a side can wait.
 _SOME_WATERMARK_MS = 10**13
 

@@ -10,16 +10,13 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 from pyspark.sql.types import StructField, StructType, TimestampNTZType, TimestampType
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.operators.keys import StageName, arrow_schema, check_key_fields
+from anabranch.operators.keys import WATERMARK, StageName, arrow_schema, check_key_fields
 from anabranch.operators.process.declare import check_output_mode, checked_time_mode, declare_state
 from anabranch.operators.process.frames import run_frames
 from anabranch.operators.process.initial import initial_state
 from anabranch.operators.process.program import FrameSettings, Program, TimeMode
 from anabranch.operators.process.rows import run_rows
 from anabranch.operators.process.stage import ProcessStage
-
-#: Spark's mark of a column with a watermark.
-_WATERMARK = "spark.watermarkDelayMs"
 
 
 def build_process(
@@ -76,7 +73,7 @@ def key_fields_of(rows: DataFrame, keys: Sequence[Column], method: str) -> list[
 def event_time_of(rows: DataFrame) -> tuple[int, str] | None:
     """The position of the first column under a watermark; the field of its time, for a window."""
     for position, field in enumerate(rows.schema.fields):
-        if _WATERMARK in (field.metadata or {}):
+        if WATERMARK in (field.metadata or {}):
             return position, "end" if isinstance(field.dataType, StructType) else ""
     return None
 
@@ -99,11 +96,11 @@ def _with_event_time(output: StructType, column: str, mode: TimeMode, rows: Data
             f"{method}: eventTimeColumnName {column!r} is no timestamp of the output ({output.simpleString()}). "
             "Name one of its timestamp columns."
         )
-    delay = rows.schema.fields[event_time[0]].metadata[_WATERMARK]
+    delay = rows.schema.fields[event_time[0]].metadata[WATERMARK]
     return StructType(
         [
             StructField(
-                f.name, f.dataType, f.nullable, {**f.metadata, _WATERMARK: delay} if f.name == column else f.metadata
+                f.name, f.dataType, f.nullable, {**f.metadata, WATERMARK: delay} if f.name == column else f.metadata
             )
             for f in output.fields
         ]

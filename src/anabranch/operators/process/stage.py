@@ -17,7 +17,7 @@ from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import run_in_tasks
-from anabranch.operators.keys import key_name, normalised
+from anabranch.operators.keys import key_name, with_keys
 from anabranch.operators.process.initial import InitialState, UnitedRows
 from anabranch.operators.process.program import Program, TimeMode
 from anabranch.operators.state import StageState
@@ -68,11 +68,7 @@ class ProcessStage:
         return _CLOCKS[self.program.time_mode]
 
     def project(self, rows: DataFrame) -> DataFrame:
-        keys = [
-            normalised(column, field).alias(key_name(i))
-            for i, (column, field) in enumerate(zip(self.key_columns, self.key_fields, strict=True))
-        ]
-        return rows.select(*keys, "*")
+        return with_keys(rows, self.key_columns, self.key_fields)
 
     def variant(self, context: EpochContext) -> str:
         return "process" if self._initial(context) is None else "process with initial state"

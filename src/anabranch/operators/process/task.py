@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -19,11 +17,9 @@ from anabranch.operators.process.program import ROWS_MAX, Program
 from anabranch.operators.process.timers import LocalTimers
 from anabranch.operators.process.variable import Cursor
 from anabranch.operators.state import StageState
+from anabranch.operators.usercode import user_traceback
 
 _log = logging.getLogger(__name__)
-
-#: How many frames of user code an error shows.
-_FRAMES_MAX = 6
 
 #: A timer that is due: the position of its key, the key as user code sees it, and the time.
 DueTimer = tuple[int, tuple[object, ...], ExpiredTimerInfo]
@@ -171,12 +167,6 @@ def user_error(program: Program, where: str, error: Exception) -> EpochError:
     """What to raise for an exception that came out of user code."""
     return EpochError(
         f"Stage {program.spec.name}: {program.name} failed in {where}: "
-        f"{type(error).__name__}: {error}\n{_user_traceback(error)}"
+        f"{type(error).__name__}: {error}\n{user_traceback(error)}"
         "Correct the processor or its input and start the query again: it resumes from its checkpoint."
     )
-
-
-def _user_traceback(error: Exception) -> str:
-    here = str(Path(__file__).parent.parent)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(here)]
-    return "".join(traceback.format_list(frames[-_FRAMES_MAX:]))

@@ -15,7 +15,7 @@ from anabranch.core.schemas import HASH, StageSpec, VariableKind, VariableSpec
 from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.tasks import run_in_tasks
-from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields, key_name, normalised
+from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields, key_name, with_keys
 from anabranch.operators.vectorised.task import KEY, VARIABLE, Process, VectorisedTask
 from anabranch.wire.routed import StageAccess
 
@@ -38,11 +38,7 @@ class VectorisedStage:
         return Clock.NONE
 
     def project(self, rows: DataFrame) -> DataFrame:
-        keys = [
-            normalised(column, field).alias(key_name(i))
-            for i, (column, field) in enumerate(zip(self.key_columns, self.key_fields, strict=True))
-        ]
-        return rows.select(*keys, "*")
+        return with_keys(rows, self.key_columns, self.key_fields)
 
     def variant(self, context: EpochContext) -> str:
         del context

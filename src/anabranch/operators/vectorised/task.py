@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from anabranch.core.errors import EpochError
 from anabranch.core.schemas import INDEX, Op, StageSpec
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.operators.process.grouping import Groups, group_rows
+from anabranch.operators.usercode import user_traceback
 from anabranch.wire.routed import RoutedState
 
 #: The state variable of a vectorised processor.
@@ -25,7 +24,6 @@ VARIABLE = "state"
 #: In front of the rows that the function gets: the position of the row's key in the keys.
 KEY = "_key"
 _MAX_ROWS_PER_BATCH = 65_536
-_FRAMES_MAX = 6
 _NULLABLE = {
     pa.int8(): pd.Int8Dtype(),
     pa.int16(): pd.Int16Dtype(),
@@ -81,7 +79,7 @@ class VectorisedTask:
         except Exception as error:
             raise EpochError(
                 f"Stage {self.spec.name}: {_name_of(self.process)} failed: {type(error).__name__}: {error}\n"
-                f"{_user_traceback(error)}"
+                f"{user_traceback(error)}"
                 "Correct the function or its input and start the query again: it resumes from its checkpoint."
             ) from error
         if not isinstance(result, tuple) or len(result) != 2:
@@ -138,8 +136,3 @@ def _differ(old: pa.ChunkedArray, new: pa.ChunkedArray) -> npt.NDArray[np.bool_]
 
 def _name_of(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _user_traceback(error: Exception) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != str(Path(__file__))]
-    return "".join(traceback.format_list(frames[-_FRAMES_MAX:]))
