@@ -80,7 +80,7 @@ class StreamFacts(Protocol):
         """The watermark of the epoch before."""
 
     def previous_rows(self, epoch: int) -> int | None:
-        """How many rows the epoch before this one read; None if that is not known."""
+        """How many rows the last epoch with any read, before this one; None if that is not known."""
 
     def is_stopped(self) -> bool:
         """Whether Spark has been told to stop the query."""
@@ -123,6 +123,8 @@ class EpochLoop:
         self.running = threading.Lock()
         #: Figures of the last epochs, by epoch.
         self.reports: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_REMEMBERED_EPOCHS)
+        #: Changes that the last epoch with rows made to state.
+        self._previous_changes = 0
         #: The processing time of epochs.
         self.now_ms: Callable[[], int] = wall_clock_ms
         #: The last error, as it was before Spark wrapped it.
@@ -132,13 +134,20 @@ class EpochLoop:
         self._wait_for_turn(rows)
         try:
             self._run_until_it_counts(rows, epoch)
-            if self._ticks is not None:
-                self._ticks.note_epoch(had_rows=self._stream.has_new_rows())
+            self._note_end()
         except Exception as error:
             self.error = error
             raise
         finally:
             self.running.release()
+
+    def _note_end(self) -> None:
+        """An epoch is over. One without rows tells nothing about the next one."""
+        had_rows = self._ticks is None or self._stream.has_new_rows()
+        if self._ticks is not None:
+            self._ticks.note_epoch(had_rows=had_rows)
+        if had_rows:
+            self._previous_changes = self.reports[-1][1].get("changedRows", 0)
 
     def _run_until_it_counts(self, rows: DataFrame, epoch: int) -> None:
         """Run the epoch, and again if a worker was lost meanwhile: state and input are as they were before."""
@@ -221,7 +230,7 @@ class EpochLoop:
         return EpochContext(
             epoch=epoch,
             previous_rows=self._stream.previous_rows(epoch),
-            previous_changes=self.reports[-1][1].get("changedRows", 0) if self.reports else 0,
+            previous_changes=self._previous_changes,
             complete=self._complete,
             append=self._append,
         )

@@ -29,7 +29,7 @@ class EpochContext:
 
     #: The number of the epoch: 0 for the first of all.
     epoch: int
-    #: Rows that the epoch before read, and changes that it made to state; None before the first.
+    #: Rows that the last epoch with any read, and changes that it made to state; None before the first.
     previous_rows: int | None
     previous_changes: int
     #: Complete output mode: a stage emits all of its state, not only what changed.

@@ -22,6 +22,7 @@ class SparkStream:
         self._has_watermark = has_watermark
         self._attached = threading.Event()
         self._query: Any = None
+        self._rows = 0
 
     def attach(self, query: StreamingQuery) -> None:
         self._query = query._jsq
@@ -44,12 +45,12 @@ class SparkStream:
         return self._handle().streamingQuery().lastExecution() if self._has_watermark else None
 
     def previous_rows(self, epoch: int) -> int | None:
-        """How many rows the epoch before this one read."""
+        """How many rows the last epoch with any read, as far as Spark has reported on the epoch before this one."""
         progress = self._handle().lastProgress()
         if progress is None or progress.batchId() != epoch - 1:
             return None
-        rows: int = progress.numInputRows()
-        return rows
+        self._rows = progress.numInputRows() or self._rows
+        return self._rows
 
     def is_stopped(self) -> bool:
         return self._query is not None and not self._query.isActive()
