@@ -19,6 +19,8 @@ from typing import Any
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
+from anabranch.api.locations import FILE_MANAGER, FILE_SYSTEM_BASED
+
 CORES = 2
 DRIVER_MEMORY = "4g"
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +37,8 @@ _SETTINGS = {
     # Spark's best durable state: RocksDB, of which only changes are uploaded.
     "spark.sql.streaming.stateStore.providerClass": _ROCKSDB,
     "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "true",
+    # Without it Spark forks a process for each file of its own logs; Anabranch sets it for its queries anyway.
+    FILE_MANAGER: FILE_SYSTEM_BASED,
     # A query that cannot be stopped fails the benchmark instead of holding it up for ever.
     "spark.sql.streaming.stopTimeout": "120s",
     # Every epoch is read back from the query's progress reports.

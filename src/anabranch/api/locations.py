@@ -10,8 +10,8 @@ from pyspark.sql import SparkSession
 
 from anabranch.core.errors import AnabranchError
 
-_FILE_MANAGER = "spark.sql.streaming.checkpointFileManagerClass"
-_FILE_SYSTEM_BASED = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+FILE_MANAGER = "spark.sql.streaming.checkpointFileManagerClass"
+FILE_SYSTEM_BASED = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
 
 
 def qualified(spark: SparkSession, path: str, *, what: str, error: type[AnabranchError]) -> str:
@@ -34,11 +34,11 @@ def fast_log_files(spark: SparkSession, location: str) -> Iterator[None]:
     By default Spark sets the permissions of each file with the command ``chmod``, which takes longer than all else
     that is done for a small epoch. Both ways write a temporary file and rename it. A user's own choice stays.
     """
-    if not location.startswith("file:") or spark.conf.get(_FILE_MANAGER, None) is not None:
+    if not location.startswith("file:") or spark.conf.get(FILE_MANAGER, None) is not None:
         yield
         return
-    spark.conf.set(_FILE_MANAGER, _FILE_SYSTEM_BASED)
+    spark.conf.set(FILE_MANAGER, FILE_SYSTEM_BASED)
     try:
         yield
     finally:
-        spark.conf.unset(_FILE_MANAGER)
+        spark.conf.unset(FILE_MANAGER)
