@@ -26,6 +26,7 @@ def places(tmp_path: Path) -> Places:
     return Places(tmp_path)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("job", CHAINS)
 def test_a_driver_that_crashes_between_two_steps_of_an_epoch_loses_and_doubles_nothing(
     spark: SparkSession, places: Places, job: str
