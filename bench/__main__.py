@@ -14,16 +14,19 @@ from bench.harness import BenchmarkError
 from bench.latency import latency
 from bench.machine import is_busy
 from bench.memory import memory
+from bench.operators import operators
 from bench.processor import processor
 from bench.recovery import recovery
 from bench.report import say
 from bench.rescale import rescale
 from bench.session import was_interrupted
 from bench.steady import steady
+from bench.workloads import FAMILIES
 
 BENCHMARKS: dict[str, Callable[..., None]] = {
     "steady": steady,
     "processor": processor,
+    "operators": operators,
     "latency": latency,
     "growth": growth,
     "memory": memory,
@@ -46,10 +49,13 @@ for _name, _command in BENCHMARKS.items():
 
 
 def main(arguments: list[str]) -> int:
-    """Run a benchmark; the exit code."""
+    """Run a benchmark, or one family of the benchmark `operators` by its own name; the exit code."""
+    if arguments and arguments[0] in FAMILIES:
+        arguments = ["operators", "--only", *arguments]
     if not arguments or arguments[0] not in [*BENCHMARKS, *_HELP]:
         problem = f"There is no benchmark {arguments[0]!r}." if arguments else "Which benchmark?"
-        typer.echo(f"{problem} Give one of {', '.join(BENCHMARKS)}, with --help for its options.", err=True)
+        known = ", ".join([*BENCHMARKS, *FAMILIES])
+        typer.echo(f"{problem} Give one of {known}, with --help for its options.", err=True)
         return 2
     if is_busy() and not set(_HELP) & set(arguments):
         say("Other processes keep this machine busy: take the numbers with care.")

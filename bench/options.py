@@ -16,3 +16,7 @@ KeyCount = Annotated[int, typer.Option("--keys", min=1, help="Different keys.")]
 Store = Annotated[str, typer.Option(help=f"Where Anabranch's workers keep state: {' or '.join(STORES)}.")]
 Workers = Annotated[int, typer.Option(min=1, max=MAX_WORKERS, help="State workers.")]
 Parallelism = Annotated[int, typer.Option(min=1, max=1024, help="Partitions of the stateful stage, on both sides.")]
+NativeEpochs = Annotated[
+    int, typer.Option(min=1, max=5000, help="Measured epochs of Spark's side where it needs many seconds for each.")
+]
+NativeWarmup = Annotated[int, typer.Option(min=1, max=5000, help="Epochs of that side before the measured ones.")]

@@ -10,7 +10,7 @@ import typer
 from bench.figures import Budget, Ratio
 from bench.harness import Runs, Side, measure
 from bench.machine import describe_machine
-from bench.options import Epochs, Parallelism, Repeats, Store, Warmup, Workers
+from bench.options import Epochs, NativeEpochs, NativeWarmup, Parallelism, Repeats, Store, Warmup, Workers
 from bench.processors import OUTPUT, PandasTotals, RowTotals
 from bench.report import Line, Report, parts_note
 from bench.session import Lab, open_lab
@@ -25,10 +25,6 @@ _BUDGETS = {
     ("pandas", 2_000): Budget(bound=5, aim=10),
 }
 
-NativeEpochs = Annotated[
-    int, typer.Option(min=1, max=5000, help="Measured epochs of Spark's side, which needs many seconds for each.")
-]
-NativeWarmup = Annotated[int, typer.Option(min=1, max=5000, help="Epochs of Spark's side before the measured ones.")]
 Keys = Annotated[list[int], typer.Option("--keys", min=1, help="Keys, and rows, in an epoch; may be given repeatedly.")]
 Kinds = Annotated[list[str], typer.Option("--kind", help="rows or pandas; may be given repeatedly.")]
 

@@ -66,17 +66,18 @@ def spark_side(
     name: str = SPARK,
     trigger: str = BACK_TO_BACK,
     keys: int | None = None,
+    mode: str = "update",
 ) -> Side:
     """Spark's own stateful operator; `keys`: how many keys its state must hold in the end."""
 
     def start(checkpoint: str) -> Query:
-        query: Query = _writer(build(rows), checkpoint, trigger).start()
+        query: Query = _writer(build(rows), checkpoint, trigger, mode).start()
         return query
 
     def inspect(query: Query) -> Mapping[str, Any]:
         operators = data_epochs(query)[-1]["stateOperators"]
         facts = {"state_rows": operators[0]["numRowsTotal"], "state_bytes": operators[0]["memoryUsedBytes"]}
-        _check_keys(name, facts["state_rows"], keys)
+        check_keys(name, facts["state_rows"], keys)
         return facts
 
     return Side(name, start, warmup, measured, inspect)
@@ -92,11 +93,13 @@ def anabranch_side(
     name: str = ANABRANCH,
     trigger: str = BACK_TO_BACK,
     keys: int | None = None,
+    mode: str = "update",
 ) -> Side:
     """The same query with its state in state workers; `keys`: how many keys they must hold in the end."""
 
     def start(checkpoint: str) -> Query:
-        query: Query = _writer(build(anabranch.stream(rows)), checkpoint, trigger).options(**setup.settings).start()
+        writer = _writer(build(anabranch.stream(rows)), checkpoint, trigger, mode)
+        query: Query = writer.options(**setup.settings).start()
         return query
 
     def inspect(query: Any) -> Mapping[str, Any]:
@@ -105,7 +108,7 @@ def anabranch_side(
             "state_rows": sum(worker["rows"] for worker in workers),
             "state_bytes": sum(worker["bytes"] for worker in workers),
         }
-        _check_keys(name, facts["state_rows"], keys)
+        check_keys(name, facts["state_rows"], keys)
         return facts
 
     return Side(name, start, warmup, measured, inspect)
@@ -157,15 +160,16 @@ class _BatchQuery:
             self._running.release()
 
 
-def _writer(result: Rows, checkpoint: str, trigger: str) -> Any:
+def _writer(result: Rows, checkpoint: str, trigger: str, mode: str) -> Any:
     return (
-        result.writeStream.outputMode("update")
+        result.writeStream.outputMode(mode)
         .format("noop")
         .trigger(processingTime=trigger)
         .option("checkpointLocation", checkpoint)
     )
 
 
-def _check_keys(side: str, found: int, expected: int | None) -> None:
+def check_keys(side: str, found: int, expected: int | None) -> None:
+    """Raise BenchmarkError unless the state holds what it must hold, as far as that is known."""
     if expected is not None and found != expected:
         raise BenchmarkError(f"The state of {side!r} holds {found:,} keys instead of {expected:,}: its times are void.")

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 #: Consecutive multiples of the golden ratio are as far from each other as can be.
 _GOLDEN = 0.6180339887498949
+#: Event time: each epoch has a minute of its own. Its rows fill the first part only, so that nothing of what the
+#: watermark decides hangs on a millisecond.
+EPOCH_MS, ROWS_MS = 60_000, 45_000
+_START_MS = 1_767_225_600_000  # 2026-01-01
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of an epoch. Half of its keys, at least one, may differ in what they do from the other half."""
+
+    keys: int
+    rows_per_key: int
+
+    @property
+    def rows(self) -> int:
+        return self.keys * self.rows_per_key
+
+    @property
+    def half(self) -> int:
+        return self.keys // 2
 
 
 def numbers(spark: SparkSession, *, rows: int, partitions: int) -> DataFrame:
@@ -21,14 +42,14 @@ def numbers(spark: SparkSession, *, rows: int, partitions: int) -> DataFrame:
     )
 
 
-def all_keys(values: DataFrame, keys: int) -> DataFrame:
-    """Rows that touch every key equally often: each run of `keys` rows is another order of all keys.
+def all_keys(values: DataFrame, keys: int, *more: Column) -> DataFrame:
+    """Rows that touch every key equally often, with `more` columns: each run of `keys` rows has all keys.
 
     The order shifts from run to run, so that every key comes from every partition of the source.
     """
     value = F.col("value")
     run = F.expr(f"value div {keys}")
-    return values.select(_scattered(value % keys + run, keys).alias("key"), (value % 1000).alias("amount"))
+    return values.select(_scattered(value % keys + run, keys).alias("key"), (value % 1000).alias("amount"), *more)
 
 
 def loaded_keys(values: DataFrame, keys: int, *, rows_per_key: int) -> DataFrame:
@@ -40,6 +61,42 @@ def loaded_keys(values: DataFrame, keys: int, *, rows_per_key: int) -> DataFrame
     later = F.expr(f"(value - {keys}) div {rows_per_key}")
     position = F.when(value < keys, value).otherwise(later)
     return values.select(_scattered(position, keys).alias("key"), (value % 1000).alias("amount"))
+
+
+def event_time(size: Size) -> Column:
+    """The time of the rows of `numbers`: it rises with them, and every epoch starts a minute after the one before."""
+    into_epoch = f"value % {size.rows} * {ROWS_MS} div {size.rows}"
+    return F.timestamp_millis(F.expr(f"{_START_MS} + value div {size.rows} * {EPOCH_MS} + {into_epoch}")).alias("time")
+
+
+def timed_keys(values: DataFrame, size: Size) -> DataFrame:
+    """Rows with a time that touch half as many keys as the size says, equally often, in both halves of each epoch."""
+    return all_keys(values, size.half, event_time(size))
+
+
+def moving_keys(values: DataFrame, size: Size) -> DataFrame:
+    """Rows with a time, and keys that come and go: half of an epoch's are new, half were new the epoch before."""
+    block = F.expr(f"value div {size.rows} + value div {size.half} % 2")
+    rows = all_keys(values, size.half, event_time(size), block.alias("block"))
+    return rows.select((F.col("key") + F.col("block") * size.half).alias("key"), "amount", "time")
+
+
+def first_sightings(values: DataFrame, size: Size) -> DataFrame:
+    """Rows with a time and keys that no epoch before had."""
+    return _sightings(values, size, F.lit(0))
+
+
+def second_sightings(values: DataFrame, size: Size) -> DataFrame:
+    """Each key of `first_sightings` again: half of them in the same epoch, half of them exactly a minute later."""
+    return _sightings(values, size, F.col("place") % 2)
+
+
+def _sightings(values: DataFrame, size: Size, epochs_ago: Column) -> DataFrame:
+    place = _scattered(F.col("value"), size.keys).alias("place")
+    epoch = F.expr(f"value div {size.rows}").alias("epoch")
+    rows = values.select(place, epoch, (F.col("value") % 1000).alias("amount"), event_time(size))
+    key = F.col("place") + (F.col("epoch") - epochs_ago) * size.keys
+    return rows.select(key.alias("key"), "amount", "time")
 
 
 def _scattered(position: Column, keys: int) -> Column:

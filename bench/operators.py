@@ -1,0 +1,145 @@
+"""Windows, sessions, joins, duplicates, timers and vectorised processing: rows/s against Spark's own operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import typer
+
+from bench.figures import Ratio
+from bench.harness import Runs, Side, measure
+from bench.machine import describe_machine
+from bench.options import Epochs, NativeEpochs, NativeWarmup, Parallelism, Repeats, Store, Workers
+from bench.report import Line, Report, parts_note, say
+from bench.session import Lab, open_lab
+from bench.sides import ANABRANCH, Build, Setup, anabranch_side, check_keys, spark_side
+from bench.sources import Size, numbers
+from bench.workloads import FAMILIES, SETTLED_EPOCHS, Workload, chosen
+
+_ALL = ",".join(FAMILIES)
+_QUICK_EPOCHS = 2
+
+Only = Annotated[str, typer.Option(help=f"Which of {', '.join(FAMILIES)}, with commas between.")]
+Keys = Annotated[int | None, typer.Option(min=2, help="Keys in an epoch, an even number; else each work has its own.")]
+RowsPerKey = Annotated[int | None, typer.Option(min=1, help="Rows of a key in an epoch; else each work has its own.")]
+Quick = Annotated[bool, typer.Option("--quick", help="As small and short as can be: does it work? No measurement.")]
+Settling = Annotated[
+    int, typer.Option(min=SETTLED_EPOCHS, max=5000, help="Epochs before the measured ones; state grows in the first.")
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long each side runs: epochs before the measured ones, and those."""
+
+    ours: tuple[int, int]
+    #: Of Spark, where it takes many seconds for an epoch.
+    slow: tuple[int, int]
+    repeats: int
+
+
+def operators(
+    only: Only = _ALL,
+    keys: Keys = None,
+    rows_per_key: RowsPerKey = None,
+    epochs: Epochs = 8,
+    warmup: Settling = 4,
+    native_epochs: NativeEpochs = 2,
+    native_warmup: NativeWarmup = 2,
+    repeats: Repeats = 3,
+    quick: Quick = False,
+    workers: Workers = 2,
+    parallelism: Parallelism = 2,
+    store: Store = "memory",
+) -> None:
+    """Each stateful operator on both sides, with state that comes and goes: rows/s."""
+    options = dict(locals())
+    try:
+        workloads = chosen(only)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--only") from error
+    if keys is not None and keys % 2:
+        raise typer.BadParameter(f"{keys} is odd, and half of the keys come and go.", param_hint="--keys")
+    setup = Setup(workers=workers, parallelism=parallelism, store=store)
+    plan = Plan((warmup, epochs), (native_warmup, native_epochs), repeats)
+    if quick:
+        plan = Plan((SETTLED_EPOCHS, _QUICK_EPOCHS), (native_warmup, _QUICK_EPOCHS), 1)
+    results: list[tuple[Workload, Size, Runs]] = []
+    with open_lab(parallelism=parallelism) as lab:
+        machine = describe_machine(lab.folder, lab.java)
+        for workload in workloads:
+            usual = workload.quick if quick else workload.size
+            size = Size(keys or usual.keys, rows_per_key or usual.rows_per_key)
+            say(f"{workload.text}: {size.rows:,} rows and {size.keys:,} keys an epoch")
+            results.append((workload, size, _measured(lab, workload, size, setup, plan)))
+    Report(
+        name="operators",
+        title=f"stateful operators, {workers} workers, {store} store, durable",
+        ratio_title="rows/s against the first",
+        lines=[line for workload, size, runs in results for line in _lines(workload, size, runs)],
+        options=options,
+        machine=machine,
+        runs=[{"work": work.text, "rows": size.rows, **run.to_json()} for work, size, of in results for run in of.runs],
+        notes=[
+            parts_note(f"{workload.text}, {side}", runs.of(side)[-1].parts_ms)
+            for workload, _, runs in results
+            for side in (workload.rival, ANABRANCH)
+        ],
+    ).publish()
+
+
+def _measured(lab: Lab, workload: Workload, size: Size, setup: Setup, plan: Plan) -> Runs:
+    if not workload.is_slow:
+        return measure(lab, _sides(lab, workload, size, setup, plan), repeats=plan.repeats)
+    # A rehearsal of the usual size would take minutes, and one with few keys warms up all there is.
+    measure(lab, _sides(lab, workload, workload.quick, setup, plan), repeats=0)
+    return measure(lab, _sides(lab, workload, size, setup, plan), repeats=plan.repeats, rehearse=False)
+
+
+def _sides(lab: Lab, workload: Workload, size: Size, setup: Setup, plan: Plan) -> list[Side]:
+    flow = workload.flow(lambda: numbers(lab.spark, rows=size.rows, partitions=setup.parallelism), size)
+    expected, mode = workload.state_rows(size), workload.mode
+
+    def on_anabranch(name: str, build: Build) -> Side:
+        warmup, measured = plan.ours
+        side = anabranch_side(flow.rows, build, setup, warmup=warmup, measured=measured, name=name, mode=mode)
+        return _counted(side, expected)
+
+    if flow.rival is not None:
+        rival = on_anabranch(workload.rival, flow.rival)
+    else:
+        warmup, measured = plan.slow if workload.is_slow else plan.ours
+        rival = spark_side(flow.rows, flow.build, warmup=warmup, measured=measured, keys=expected, mode=mode)
+    return [rival, on_anabranch(ANABRANCH, flow.build)]
+
+
+def _counted(side: Side, expected: int) -> Side:
+    """The same side of Anabranch, whose rows of state are counted: what the workers report is an estimate."""
+
+    def inspect(query: Any) -> Mapping[str, Any]:
+        found = 0
+        for stage in query.pipeline.stateful_stages:
+            # Timers are not the user's variables, and Spark does not count them either.
+            names = [variable.name for variable in stage.spec.variables if not variable.name.startswith("_")]
+            found += sum(len(query.coordinator.scan(stage.spec, name)[1]) for name in names)
+        check_keys(side.name, found, expected)
+        return {**side.inspect(query), "state_rows": found}
+
+    return replace(side, inspect=inspect)
+
+
+def _lines(workload: Workload, size: Size, runs: Runs) -> list[Line]:
+    rates = {name: runs.rate(name, size.rows) for name in (workload.rival, ANABRANCH)}
+    has_budget = size == workload.size
+    return [
+        Line(
+            work=f"{workload.text}, {size.rows:,} rows, {size.keys:,} keys",
+            side=name,
+            figures={"rows/s": rate, "epoch, ms": runs.epoch_ms(name)},
+            ratio=Ratio.of(rate, rates[workload.rival]) if name == ANABRANCH else None,
+            budget=workload.budget if name == ANABRANCH and has_budget else None,
+        )
+        for name, rate in rates.items()
+    ]
