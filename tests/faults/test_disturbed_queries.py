@@ -113,7 +113,17 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=list(SCENARIOS))
+#: The rest is for those who have more time, and for the soak.
+SHORT = ["a driver that stood still is replaced and comes back", "workers come, go and die while the query is rescaled"]
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(scenario, id=name, marks=[] if name in SHORT else [pytest.mark.slow])
+        for name, scenario in SCENARIOS.items()
+    ],
+)
 def test_a_disturbed_query_gives_what_an_undisturbed_one_gives(
     spark: SparkSession, tmp_path: Path, scenario: Scenario
 ) -> None:

@@ -27,7 +27,9 @@ def places(tmp_path: Path) -> Places:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("job", CHAINS)
+@pytest.mark.parametrize(
+    "job", [pytest.param(job, marks=[] if job == "process" else [pytest.mark.slow]) for job in CHAINS]
+)
 def test_a_driver_that_crashes_between_two_steps_of_an_epoch_loses_and_doubles_nothing(
     spark: SparkSession, places: Places, job: str
 ) -> None:
