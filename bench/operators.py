@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -69,9 +69,7 @@ def operators(
     results: list[tuple[Workload, Size, Runs]] = []
     with open_lab(parallelism=parallelism) as lab:
         machine = describe_machine(lab.folder, lab.java)
-        for workload in workloads:
-            usual = workload.quick if quick else workload.size
-            size = Size(keys or usual.keys, rows_per_key or usual.rows_per_key)
+        for workload, size in sized(workloads, keys, rows_per_key, quick=quick):
             say(f"{workload.text}: {size.rows:,} rows and {size.keys:,} keys an epoch")
             results.append((workload, size, _measured(lab, workload, size, setup, plan)))
     Report(
@@ -88,6 +86,18 @@ def operators(
             for side in (workload.rival, ANABRANCH)
         ],
     ).publish()
+
+
+def sized(
+    workloads: Sequence[Workload], keys: int | None, rows_per_key: int | None, *, quick: bool
+) -> list[tuple[Workload, Size]]:
+    """The work with its size. What differs in nothing but its usual size is the same work at a size that is given."""
+    found: dict[tuple[str, Size], Workload] = {}
+    for workload in workloads:
+        usual = workload.quick if quick else workload.size
+        size = Size(keys or usual.keys, rows_per_key or usual.rows_per_key)
+        found.setdefault((workload.text, size), workload)
+    return [(workload, size) for (_, size), workload in found.items()]
 
 
 def _measured(lab: Lab, workload: Workload, size: Size, setup: Setup, plan: Plan) -> Runs:

@@ -144,14 +144,14 @@ WORKLOADS = (
     # Those of an epoch's new keys, of its old ones, and of two epochs before.
     Workload("sessions", "session count and sum", _sessions, lambda size: 4 * size.half, Size(200_000, 2)),
     # Three epochs of first sightings and two of second ones.
-    Workload("joins", "inner join within a minute", _joins, lambda size: 5 * size.rows, Size(200_000, 1)),
+    Workload("joins", "inner join, each side", _joins, lambda size: 5 * size.rows, Size(200_000, 1)),
     # The new keys of three epochs.
     Workload("duplicates", "dropDuplicatesWithinWatermark", _duplicates, _three_halves, Size(200_000, 2)),
     *_processed("timer", _event_timers, processors.RowSessions, processors.PandasSessions, _three_halves),
     *_processed("TTL", _time_to_live, processors.FadingRowTotals, processors.FadingPandasTotals, _as_many),
     *[
         Workload(
-            "vectorised", f"processInArrow, {rows} rows a key", _vectorised, _as_many, Size(200_000, rows),
+            "vectorised", "processInArrow", _vectorised, _as_many, Size(200_000, rows), Size(2_000, rows),
             mode="update", rival="agg",
             # Within 1.5 times as long.
             budget=Budget(bound=0.67, aim=1.0),

@@ -6,6 +6,7 @@ from itertools import chain
 import pyarrow as pa
 import pytest
 from bench.__main__ import BENCHMARKS, main
+from bench.operators import sized
 from bench.processors import arrow_totals
 from bench.sources import Size
 from bench.workloads import FAMILIES, WORKLOADS, chosen
@@ -46,6 +47,14 @@ def test_state_is_counted_in_whole_halves_of_the_keys() -> None:
     found = {workload.family: workload.state_rows(size) for workload in WORKLOADS if workload.family != "timers"}
     assert found == {"windows": 15, "sessions": 20, "joins": 150, "duplicates": 15, "vectorised": 10}
     assert (size.rows, size.half) == (30, 5)
+
+
+def test_a_given_size_holds_for_all_work_and_makes_no_work_twice() -> None:
+    lines = chosen("vectorised,joins")
+    usual = [Size(200_000, 1), Size(200_000, 1), Size(200_000, 10)]
+    assert [size for _, size in sized(lines, None, None, quick=False)] == usual
+    assert [size for _, size in sized(lines, 4, 3, quick=False)] == [Size(4, 3)] * 2
+    assert all(size.rows < 100_000 for _, size in sized(WORKLOADS, None, None, quick=True))
 
 
 Epoch = dict[int, list[int]]
