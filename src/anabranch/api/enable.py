@@ -43,8 +43,8 @@ _WRITER_METHODS = (
 def enable(spark: SparkSession) -> None:
     """Let queries of this session keep their state in state workers, as far as they can be taken over.
 
-    Settings are those of the session: ``spark.conf.set("anabranch.workers", 4)``. Streaming DataFrames that were made
-    before stay with Spark.
+    Settings are those of the session: ``spark.conf.set("spark.anabranch.workers", 4)``. Streaming DataFrames that were
+    made before stay with Spark.
 
     >>> anabranch.enable(spark)  # doctest: +SKIP
     """
