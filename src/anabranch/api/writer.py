@@ -37,7 +37,7 @@ class StreamWriter:
         return self
 
     def outputMode(self, outputMode: str) -> StreamWriter:
-        """``append``: rows once they are final; ``update``: rows that changed in the epoch; ``complete``: all, each time."""
+        """``append``: rows once they are final; ``update``: rows that changed in the epoch; ``complete``: all of it."""
         self._mode = outputMode.lower()
         return self
 
