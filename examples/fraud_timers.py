@@ -73,7 +73,7 @@ def alarms(payments: Any) -> Any:
 
 
 def payment(card: str, at: str, amount: float, country: str) -> tuple[str, datetime, float, str]:
-    return card, datetime.fromisoformat(f"2026-01-01 {at}"), amount, country
+    return card, datetime.fromisoformat(f"2026-01-01 {at}"), float(amount), country
 
 
 STORY: list[Step] = [
@@ -103,6 +103,7 @@ def main(spark: SparkSession) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    session = SparkSession.builder.master("local[2]").getOrCreate()
+    builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
+    session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     main(session)

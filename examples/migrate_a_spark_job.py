@@ -58,7 +58,9 @@ def write_orders(folder: Path) -> None:
         for number in range(200):
             at = START + timedelta(minutes=30 * part, seconds=9 * number - draw.randrange(300))
             rows.append({"shop": draw.randrange(1, 4), "at": str(at), "amount": draw.randrange(-5, 100_000)})
-        (folder / f"{part}.json").write_text("\n".join(map(json.dumps, rows)))
+        file = folder / f"{part}.json"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        os.utime(file, (part, part))  # Spark takes files in the order of their times
 
 
 def main(spark: SparkSession) -> dict[str, Any]:
@@ -81,6 +83,7 @@ def main(spark: SparkSession) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    session = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2).getOrCreate()
+    builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
+    session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     main(session)

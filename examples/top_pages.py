@@ -2,7 +2,8 @@
 
 For each site: its most visited pages (approx_top_k), its visitors (approx_count_distinct, and an HLL sketch that can be
 merged with others later) and the median and the 95th percentile of its loading times (a KLL sketch). The state of a
-site is some kilobytes, and stays so; exact answers would have to keep every user and every time.
+site has a limit, and most of it are the 1,000 pages that may be among the top; exact answers would have to keep every
+user and every time.
 
 Run it with ``.venv/bin/python examples/top_pages.py`` (less than a minute).
 """
@@ -99,6 +100,7 @@ def main(spark: SparkSession) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    session = SparkSession.builder.master("local[2]").getOrCreate()
+    builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
+    session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     main(session)

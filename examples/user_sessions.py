@@ -87,7 +87,9 @@ def main(spark: SparkSession) -> dict[str, list[Row]]:
         (Path(folder) / "clicks").mkdir()
         for number, users in enumerate(CLICKS):
             rows = [{"user": user, "at": f"2026-01-01 {at}:00"} for user, times in users.items() for at in times]
-            (Path(folder) / "clicks" / f"{number}.json").write_text("\n".join(map(json.dumps, rows)))
+            file = Path(folder) / "clicks" / f"{number}.json"
+            file.write_text("\n".join(map(json.dumps, rows)))
+            os.utime(file, (number, number))  # Spark takes files in the order of their times
         for build in (with_windows, with_timers):
             source = spark.readStream.schema("user string, at timestamp").option("maxFilesPerTrigger", 1)
             clicks = anabranch.stream(source.json(f"{folder}/clicks")).withWatermark("at", "30 minutes")
@@ -111,6 +113,7 @@ def main(spark: SparkSession) -> dict[str, list[Row]]:
 
 if __name__ == "__main__":
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    session = SparkSession.builder.master("local[2]").getOrCreate()
+    builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
+    session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     main(session)

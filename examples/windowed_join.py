@@ -43,7 +43,9 @@ def write_input(folder: Path) -> None:
             clicked.append({"clicked": 0, "clicked_at": str(START + timedelta(minutes=180))})
         for name, rows in (("shown", shown), ("clicked", clicked)):
             (folder / name).mkdir(exist_ok=True)
-            (folder / name / f"{part}.json").write_text("\n".join(map(json.dumps, rows)))
+            file = folder / name / f"{part}.json"
+            file.write_text("\n".join(map(json.dumps, rows)))
+            os.utime(file, (part, part))  # Spark takes files in the order of their times
 
 
 def click_rates(shown: Any, clicked: Any) -> Any:
@@ -89,6 +91,7 @@ def main(spark: SparkSession) -> dict[str, list[Row]]:
 
 if __name__ == "__main__":
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    session = SparkSession.builder.master("local[2]").getOrCreate()
+    builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
+    session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     main(session)
