@@ -22,6 +22,7 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor, Stateful
 import anabranch
 
 GAP_MS = 30 * 60 * 1000
+OUTPUT = "user string, start_ms bigint, end_ms bigint, clicks bigint"
 #: Who clicked when; each list is a file, and so an epoch. Bob's click of 9:25 comes late, and makes one session of two.
 CLICKS = [
     {"ann": ["09:00", "09:10", "09:25"], "bob": ["09:02", "09:40"]},
@@ -57,7 +58,10 @@ class Sessions(StatefulProcessor):
     def handleExpiredTimer(self, key: Any, timerValues: Any, expiredTimerInfo: Any) -> Iterator[Row]:  # noqa: ARG002
         now_ms = expiredTimerInfo.getExpiryTimeInMs()
         sessions = [tuple(session) for session in self.open.get()]
-        self.open.put([session for session in sessions if session[1] > now_ms])
+        if still_open := [session for session in sessions if session[1] > now_ms]:
+            self.open.put(still_open)
+        else:
+            self.open.clear()
         for start, end, clicks in sessions:
             if end <= now_ms:
                 yield Row(user=key[0], start_ms=start, end_ms=end, clicks=clicks)
@@ -72,9 +76,7 @@ def with_timers(clicks: Any) -> Any:
     closed = (
         clicks.withColumn("ms", F.unix_millis("at"))
         .groupBy("user")
-        .transformWithState(
-            Sessions(), "user string, start_ms bigint, end_ms bigint, clicks bigint", "append", "eventTime"
-        )
+        .transformWithState(Sessions(), OUTPUT, "append", "eventTime")
     )
     times = (F.timestamp_millis(name).alias(name.removesuffix("_ms")) for name in ("start_ms", "end_ms"))
     return closed.select("user", *times, "clicks")

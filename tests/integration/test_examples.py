@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +15,17 @@ from pyspark.sql import SparkSession
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PUBLIC = {"anabranch", "anabranch.testing"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small(spark: SparkSession) -> Iterator[None]:
+    """Queries that do not say otherwise have one worker and no HTTP API, and so start sooner."""
+    small = {"spark.anabranch.workers": "1", "spark.anabranch.controlPort": "-1"}
+    for name, value in small.items():
+        spark.conf.set(name, value)
+    yield
+    for name in small:
+        spark.conf.unset(name)
 
 
 def example(name: str) -> ModuleType:
