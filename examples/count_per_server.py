@@ -1,12 +1,11 @@
 """Edits per server and minute, with the state outside Spark: the example of the README.
 
-Run it with ``./run python examples/count_per_server.py`` or, in an environment with anabranch installed, with
-``python examples/count_per_server.py``.
+Run it with ``.venv/bin/python examples/count_per_server.py`` (less than a minute).
 """
 
+import os
 import sys
 import tempfile
-from pathlib import Path
 
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
@@ -14,8 +13,8 @@ from pyspark.sql import functions as F
 import anabranch
 
 
-def main(folder: Path, seconds: int) -> int:
-    spark = SparkSession.builder.master("local[2]").getOrCreate()
+def main(spark: SparkSession, seconds: int = 10) -> int:
+    """How many edits were counted."""
     edits = (
         spark.readStream.format("rate")
         .option("rowsPerSecond", 1000)
@@ -30,21 +29,27 @@ def main(folder: Path, seconds: int) -> int:
         .agg(F.count("*").alias("edits"))
     )
 
-    query = (
-        counts.writeStream.outputMode("update")
-        .format("parquet")
-        .option("path", str(folder / "out"))
-        .option("checkpointLocation", str(folder / "checkpoint"))
-        .start()
-    )
-    query.awaitTermination(seconds)
-    query.processAllAvailable()
-    print(query.workers())
-    query.state("stage2").orderBy(F.desc("edits")).show(5, truncate=False)
-    counted = query.state("stage2").agg(F.sum("edits")).first()
-    query.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        query = (
+            counts.writeStream.outputMode("update")
+            .format("parquet")
+            .option("path", f"{folder}/out")
+            .option("checkpointLocation", f"{folder}/checkpoint")
+            .start()
+        )
+        query.awaitTermination(seconds)
+        query.processAllAvailable()
+        for worker in query.workers():
+            print(f"worker {worker['id']} at {worker['address']} holds {worker['rows']} rows of state")
+        query.state("stage2").orderBy(F.desc("edits")).show(5, truncate=False)
+        counted = query.state("stage2").agg(F.sum("edits")).first()
+        query.stop()
     return int(counted[0]) if counted else 0
 
 
 if __name__ == "__main__":
-    print(main(Path(tempfile.mkdtemp()), int(sys.argv[1]) if len(sys.argv) > 1 else 20), "edits counted")
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
+    session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
+    session.sparkContext.setLogLevel("ERROR")
+    print(main(session), "edits counted")

@@ -262,6 +262,7 @@ def test_what_makes_no_sense_is_refused_when_the_query_is_built(spark: SparkSess
         (lambda: process(eventTimeColumnName="n"), "eventTimeColumnName 'n' is no timestamp of the output"),
         (lambda: process(rows.groupBy("k"), eventTimeColumnName="at"), "eventTimeColumnName 'at' needs a watermark"),
         (lambda: process(mode="processingTime", eventTimeColumnName="at"), "'at' has no meaning"),
+        (lambda: process(rows.groupBy("k")), "timeMode 'eventTime' needs a watermark"),
         (lambda: apply(mode="complete"), "outputMode is 'complete'. Use one of append, update"),
         (lambda: apply(timeout="Never"), "timeoutConf is 'Never'. Use one of NoTimeout, ProcessingTimeTimeout"),
         (lambda: apply(rows.groupBy("k")), "an event-time time-out needs a watermark"),

@@ -64,7 +64,7 @@ def sources(*folders: str) -> tuple[Source, ...]:
 
 def texts() -> Iterator[Source]:
     """Every text file of the project, whatever its language, except what a tool has made."""
-    made = {"node_modules", "__pycache__", "build", "dist", "results", "demo-output"}
+    made = {".git", "node_modules", "__pycache__", "build", "dist", "results", "demo-output"}
     names = ("src", "bench", "soak", "examples", "tests", "docs", ".ci")
     folders = [path for name in names for path in (ROOT / name).rglob("*")]
     for path in sorted([*ROOT.iterdir(), *folders]):

@@ -20,6 +20,7 @@ from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
 
 from anabranch.api.grouped import GroupedStream
 from anabranch.api.stream import STATELESS_METHODS, Stream, stream
+from anabranch.api.writer import MissingCheckpointError
 from anabranch.core.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ _WRITER_METHODS = (
 def enable(spark: SparkSession) -> None:
     """Let queries of this session keep their state in state workers, as far as they can be taken over.
 
-    Settings are those of the session: ``spark.conf.set("anabranch.workers", 4)``. Streaming DataFrames that were made
-    before stay with Spark.
+    Settings are those of the session: ``spark.conf.set("spark.anabranch.workers", 4)``. Streaming DataFrames that were
+    made before stay with Spark.
 
     >>> anabranch.enable(spark)  # doctest: +SKIP
     """
@@ -141,7 +142,7 @@ class _Writer(DataStreamWriter):
                 for name, given, named in self._calls:
                     writer = getattr(writer, name)(*given, **named)
                 return getattr(writer, method)(*arguments, **keywords)
-            except (UnsupportedError, AttributeError) as error:
+            except (UnsupportedError, MissingCheckpointError, AttributeError) as error:
                 obstacle = str(error)
         logger.warning("This query stays with Spark's own state store: %s", obstacle)
         return natively(*arguments, **keywords)

@@ -20,7 +20,7 @@ from anabranch.operators.session.build import build_session, session_key
 from anabranch.operators.vectorised.stage import build_vectorised
 from anabranch.operators.vectorised.task import Process
 from anabranch.plan.pipeline import Pipeline
-from anabranch.plan.validation import bound_columns_explained, check_aggregation_input
+from anabranch.plan.validation import bound_columns_explained, check_aggregation_input, check_time_mode
 
 if TYPE_CHECKING:
     from anabranch.api.stream import Stream
@@ -169,6 +169,7 @@ class GroupedStream:
                 output_mode=output_mode, time_mode=time_mode, initial=initial_state,
                 event_time_column=event_time_column, pandas=pandas,
             )  # fmt: skip
+        check_time_mode(pipeline, stage, method)
         return self._stream(pipeline.with_stateful(stage), sample)
 
     def _vectorised(

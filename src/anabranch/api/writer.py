@@ -18,6 +18,10 @@ from anabranch.plan.validation import check_output_mode
 _TRIGGERS = ("processingTime", "once", "availableNow")
 
 
+class MissingCheckpointError(SettingsError):
+    """There is no place for the query's checkpoint. Spark makes one in a temporary folder for some sinks."""
+
+
 class StreamWriter:
     """Collects where the result goes; ``start()`` checks everything and starts the query."""
 
@@ -37,7 +41,7 @@ class StreamWriter:
         return self
 
     def outputMode(self, outputMode: str) -> StreamWriter:
-        """``update``: rows that changed in the epoch; ``complete``: the whole result each time."""
+        """``append``: rows once they are final; ``update``: rows that changed in the epoch; ``complete``: all of it."""
         self._mode = outputMode.lower()
         return self
 
@@ -169,7 +173,7 @@ class StreamWriter:
         parent = spark.conf.get("spark.sql.streaming.checkpointLocation", None)
         if parent and self._name:
             return f"{parent.rstrip('/')}/{self._name}"
-        raise SettingsError(
+        raise MissingCheckpointError(
             "The query needs a checkpoint, where its state is kept safe. Set option('checkpointLocation', directory)."
         )
 

@@ -13,6 +13,7 @@ from anabranch.operators.aggregate.stage import AggregateStage
 from anabranch.operators.join.sides import JoinType
 from anabranch.operators.join.stage import JoinStage
 from anabranch.operators.keys import WATERMARK
+from anabranch.operators.process.program import TimeMode
 from anabranch.operators.process.stage import ProcessStage
 from anabranch.operators.session.stage import SessionStage
 from anabranch.plan.pipeline import Pipeline
@@ -36,6 +37,15 @@ def check_aggregation_input(pipeline: Pipeline) -> None:
             "An aggregation after another aggregation is supported only if the first one is over windows under a "
             "watermark, in outputMode('append'): it then emits each key once, else each time that it changes. "
             "Write the first one's result out, and aggregate it in a second query."
+        )
+
+
+def check_time_mode(pipeline: Pipeline, stage: ProcessStage, method: str) -> None:
+    """Timers that go by a watermark never fire where there is none."""
+    if stage.program.time_mode is TimeMode.EVENT_TIME and not pipeline.has_watermark:
+        raise UnsupportedError(
+            f"{method}: timeMode 'eventTime' needs a watermark, by which timers fire. Set one before: "
+            "withWatermark(column, delay). Or use timeMode 'processingTime' or 'none'."
         )
 
 

@@ -184,7 +184,7 @@ def test_names_of_the_key_must_not_be_taken() -> None:
 @pytest.mark.parametrize("time_mode", ["none", "None", "ProcessingTime", "eventTime", "EVENTTIME"])
 def test_modes_are_read_in_any_case(time_mode: str, output_mode: str) -> None:
     check_output_mode(output_mode)
-    assert checked_time_mode(time_mode).value == time_mode.lower()
+    assert checked_time_mode(time_mode).value.lower() == time_mode.lower()
 
 
 def test_unknown_modes_are_refused_by_name() -> None:
@@ -217,7 +217,7 @@ def test_time_to_live_and_timers_are_part_of_the_declared_state() -> None:
 @pytest.mark.parametrize(
     ("init", "mode", "says"),
     [
-        (lambda h: h.getValueState("x", COUNT, 9), TimeMode.EVENT_TIME, "ttlDurationMs of .* x with .*'eventtime'"),
+        (lambda h: h.getValueState("x", COUNT, 9), TimeMode.EVENT_TIME, "ttlDurationMs of .* x with .*'eventTime'"),
         (lambda h: h.getValueState("x", COUNT, -1), TimeMode.PROCESSING_TIME, "ttlDurationMs -1 of .* x .*positive"),
         (lambda h: h.getValueState("_timers", COUNT), TimeMode.NONE, "named _timers"),
         (lambda h: h.getValueState("x", fields(_expiry_ms="long")), TimeMode.NONE, "_expiry_ms"),

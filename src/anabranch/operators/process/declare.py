@@ -34,12 +34,10 @@ _NOT_IN_INIT = "Timers belong to keys: use them in handleInputRows, handleExpire
 
 def checked_time_mode(time_mode: str) -> TimeMode:
     """Spark's name of a time mode, in any case."""
-    try:
-        return TimeMode(time_mode.lower())
-    except (AttributeError, ValueError):
-        raise UnsupportedError(
-            f"timeMode {time_mode!r} is unknown. Use 'none', 'processingTime' or 'eventTime'."
-        ) from None
+    for mode in TimeMode:
+        if isinstance(time_mode, str) and time_mode.lower() == mode.value.lower():
+            return mode
+    raise UnsupportedError(f"timeMode {time_mode!r} is unknown. Use 'none', 'processingTime' or 'eventTime'.")
 
 
 def check_output_mode(output_mode: str) -> None:

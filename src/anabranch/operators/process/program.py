@@ -17,11 +17,11 @@ ROWS_MAX = 10_000
 
 
 class TimeMode(Enum):
-    """What timers and time to live go by; the values are Spark's names in lower case."""
+    """What timers and time to live go by; the values are Spark's names."""
 
     NONE = "none"
-    PROCESSING_TIME = "processingtime"
-    EVENT_TIME = "eventtime"
+    PROCESSING_TIME = "processingTime"
+    EVENT_TIME = "eventTime"
 
 
 @dataclass(frozen=True)
