@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ class EpochFeed:
         self.folder = folder
         self.schema = spark.createDataFrame([], schema).schema
         self._count = 0
+        self._latest_s = 0.0
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, *epochs: Sequence[Any]) -> None:
@@ -31,7 +34,9 @@ class EpochFeed:
             staging = self.folder.parent / f"staging-{uuid.uuid4().hex}"
             frame.write.parquet(str(staging))
             (part,) = staging.glob("part-*.parquet")
-            # The file source takes files in the order of their times; a name that sorts settles ties.
+            # The file source takes files in the order of their times, which must not be the same for two.
+            self._latest_s = max(time.time(), self._latest_s + 0.01)
+            os.utime(part, (self._latest_s, self._latest_s))
             part.rename(self.folder / f"epoch-{self._count:06d}.parquet")
             self._count += 1
 
