@@ -106,3 +106,7 @@ def test_what_is_wrong_is_said_at_once() -> None:
     test = ProcessorTest(Totals(), INPUT, ["user"], OUTPUT, timeMode="eventTime")
     with pytest.raises(UnsupportedError, match="no state variable 'sum'"):
         test.state("sum")
+    for row in (("ann", at(0)), {"user": "ann", "at": at(0)}, "ann"):
+        with pytest.raises(UnsupportedError, match=r"does not have the columns \['user', 'at', 'amount'\]"):
+            test.send([("ann", at(0), 1), row])
+    assert test.state("total") == []

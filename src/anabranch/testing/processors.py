@@ -145,6 +145,12 @@ def _struct(schema: StructType | str) -> StructType:
 
 
 def _values(row: Any, names: list[str]) -> tuple[Any, ...]:
+    if isinstance(row, Mapping):
+        fits = set(row) == set(names)
+    else:
+        fits = isinstance(row, tuple | list) and len(row) == len(names)
+    if not fits:
+        raise UnsupportedError(f"The row {row!r} does not have the columns {names}. Send tuples or dicts of them.")
     return tuple(row[name] for name in names) if isinstance(row, Mapping) else tuple(row)
 
 

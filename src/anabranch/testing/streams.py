@@ -55,7 +55,11 @@ class StreamTest:
         self._later_ms = 0
         self._output: list[Row] = []
         (self._folder / "input").mkdir()
-        self.query: StreamQuery = self._start()
+        try:
+            self.query: StreamQuery = self._start()
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
 
     def __enter__(self) -> StreamTest:
         return self
