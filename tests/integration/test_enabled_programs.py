@@ -124,6 +124,20 @@ def test_a_vectorised_processor_gives_what_the_aggregate_gives(feed: EpochFeed, 
     assert found[0] == found[1]
 
 
+def test_a_mistake_of_ours_is_not_taken_for_something_unsupported(
+    enabled: SparkSession, feed: EpochFeed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del enabled
+    rows = feed.stream().groupBy("k").count().writeStream.outputMode("update").format("noop")
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise AttributeError("a mistake")
+
+    monkeypatch.setattr("anabranch.api.writer.start_query", broken)
+    with pytest.raises(AttributeError, match="a mistake"):
+        rows.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+
+
 def test_only_a_session_of_this_process_can_be_enabled() -> None:
     with pytest.raises(anabranch.UnsupportedError, match="needs a SparkSession"):
         anabranch.enable("spark")  # type: ignore[arg-type]

@@ -82,10 +82,9 @@ class _Followed:
         ours, obstacle = None, self._obstacle
         if self._ours is not None:
             try:
-                ours = getattr(self._ours, method)(
-                    *map(_ours_of, arguments), **{k: _ours_of(v) for k, v in keywords.items()}
-                )
-            except (UnsupportedError, AnalysisException, AttributeError) as error:
+                call = _method_of(self._ours, method)
+                ours = call(*map(_ours_of, arguments), **{k: _ours_of(v) for k, v in keywords.items()})
+            except (UnsupportedError, AnalysisException) as error:
                 obstacle = f"{method}: {error}"
         if isinstance(ours, Stream) and not ours.has_state:
             ours = ours.on(ClassicDataFrame(native._jdf, native.sparkSession))
@@ -140,12 +139,21 @@ class _Writer(DataStreamWriter):
             try:
                 writer = ours.writeStream
                 for name, given, named in self._calls:
-                    writer = getattr(writer, name)(*given, **named)
-                return getattr(writer, method)(*arguments, **keywords)
-            except (UnsupportedError, MissingCheckpointError, AttributeError) as error:
+                    writer = _method_of(writer, name)(*given, **named)
+                return _method_of(writer, method)(*arguments, **keywords)
+            except (UnsupportedError, MissingCheckpointError) as error:
                 obstacle = str(error)
         logger.warning("This query stays with Spark's own state store: %s", obstacle)
         return natively(*arguments, **keywords)
+
+
+def _method_of(ours: Any, name: str) -> Callable[..., Any]:
+    """A method of Anabranch's, if it has one of the name. Errors inside it are not taken for that."""
+    try:
+        method: Callable[..., Any] = getattr(ours, name)
+    except AttributeError as error:
+        raise UnsupportedError(f"There is no {name} here.") from error
+    return method
 
 
 def _ours_of(value: Any) -> Any:
