@@ -52,7 +52,7 @@ def analyse(joined: DataFrame) -> JoinPlan:
         append = jvm.org.apache.spark.sql.streaming.OutputMode.Append()
         catalyst.analysis.UnsupportedOperationChecker.checkForStreaming(plan, append)
     except PySparkException as error:
-        raise UnsupportedError(f"Spark does not allow this join: {_first_line(error)}") from None
+        raise _refused(error) from None
     original, _ = _join_node(joined._jdf.queryExecution().analyzed())
     node, projections = _join_node(plan)
     found = catalyst.planning.ExtractEquiJoinKeys.unapply(node)
@@ -71,7 +71,7 @@ def analyse(joined: DataFrame) -> JoinPlan:
     try:
         moved = helper.getStateWatermark(*outputs, parts._2(), parts._3(), parts._4(), some, False)
     except PySparkException as error:
-        raise UnsupportedError(f"Spark does not allow this join: {_first_line(error)}") from None
+        raise _refused(error) from None
     from_plan = jvm.org.apache.spark.sql.classic.Dataset.ofRows
     left, right = (DataFrame(from_plan(spark._jsparkSession, side), spark) for side in (node.left(), node.right()))
     return JoinPlan(
@@ -170,6 +170,13 @@ def _conjuncts(expression: Any) -> Iterator[Any]:
         yield from _conjuncts(expression.right())
     else:
         yield expression
+
+
+def _refused(error: PySparkException) -> UnsupportedError:
+    return UnsupportedError(
+        f"Spark does not allow this join: {_first_line(error)}. Set withWatermark on both streams and bound the "
+        "difference of their times in the condition, or use an inner join."
+    )
 
 
 def _first_line(error: PySparkException) -> str:
