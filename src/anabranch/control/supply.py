@@ -91,7 +91,6 @@ class Recruits:
         return member
 
     def _start(self, count: int) -> None:
-        """One after the other: what a process imports takes a second of a core, which epochs need."""
         for _ in range(count):
             self._start_one()
 

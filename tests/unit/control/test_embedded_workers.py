@@ -1,5 +1,7 @@
 """Workers as child processes: ready when start returns, gone after stop, with an error that shows the log."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from anabranch.control import launcher
 from anabranch.control.launcher import EmbeddedWorkers
+from anabranch.control.nursery import Nursery
 from anabranch.core.errors import WorkerError
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.messages import Health
@@ -19,18 +22,17 @@ def make(**options: Any) -> EmbeddedWorkers:
     return EmbeddedWorkers(**{"store": "memory", "state_path": "", "token": "", "start_timeout_s": 60.0, **options})
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, program: str) -> list[int]:
-    """Start another program in place of the worker; the list gets its pids."""
-    pids: list[int] = []
-    popen = subprocess.Popen
+def scripted(program: str) -> Nursery:
+    """Starts another program in place of the worker."""
+    serving = "import socket, sys; from anabranch.worker.nursery import serve; "
+    serving += f"serve(socket.socket(fileno=int(sys.argv[1])), lambda options: exec({program!r}))"
+    return Nursery([sys.executable, "-c", serving])
 
-    def start(_command: Any, **options: Any) -> Any:
-        process = popen([sys.executable, "-c", program], **options)
-        pids.append(process.pid)
-        return process
 
-    monkeypatch.setattr(launcher.subprocess, "Popen", start)
-    return pids
+def children_of(nursery: Nursery) -> list[psutil.Process]:
+    assert nursery._process is not None
+    children: list[psutil.Process] = psutil.Process(nursery._process.pid).children()
+    return children
 
 
 def test_workers_are_ready_when_they_are_started_and_gone_when_they_are_stopped(tmp_path: Path) -> None:
@@ -52,20 +54,23 @@ def test_workers_are_ready_when_they_are_started_and_gone_when_they_are_stopped(
     workers.stop()
 
 
-def test_a_worker_that_ends_at_once_shows_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    pids = scripted(monkeypatch, "import sys; sys.exit('no room on this machine')")
-    with pytest.raises(WorkerError, match=r"failed to start\. Its log ends: no room on this machine"):
-        make().start(2)
-    assert len(pids) == 2
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+def test_a_worker_that_ends_at_once_shows_its_log() -> None:
+    nursery = scripted("from anabranch.core.errors import WorkerError; raise WorkerError('no room on this machine')")
+    with pytest.raises(WorkerError, match=r"failed to start\. Its log ends: Error: no room on this machine"):
+        make(nursery=nursery).start(2)
+    assert children_of(nursery) == []
+    nursery.close()
 
 
-def test_a_worker_that_says_nothing_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = "import sys, threading; sys.stderr.write('still loading'); sys.stderr.flush(); threading.Event().wait(60)"
-    pids = scripted(monkeypatch, program)
+def test_a_worker_that_says_nothing_in_time_is_killed() -> None:
+    nursery = scripted("import sys, threading; sys.stderr.write('still loading'); threading.Event().wait(60)")
+    other = nursery.start({}, 60)  # so that only the worker itself is waited for
     with pytest.raises(WorkerError, match=r"did not start within 1 s. Raise anabranch\.startTimeout.*still loading"):
-        make(start_timeout_s=1.0).start(1)
-    assert not psutil.pid_exists(pids[0])
+        make(nursery=nursery, start_timeout_s=1.0).start(1)
+    assert [child.pid for child in children_of(nursery)] == [other.pid]
+    other.send_signal(signal.SIGKILL)
+    other.bury()
+    nursery.close()
 
 
 def test_a_worker_that_does_not_stop_is_killed(
@@ -73,18 +78,81 @@ def test_a_worker_that_does_not_stop_is_killed(
 ) -> None:
     monkeypatch.setattr(launcher, "_STOP_TIMEOUT_S", 0.2)
     ready = '{"worker": "w", "address": "a:1", "pid": 0}'
-    pids = scripted(monkeypatch, f"import threading; print('{ready}', flush=True); threading.Event().wait(60)")
-    workers = make()
+    nursery = scripted(f"import threading; print('{ready}', flush=True); threading.Event().wait(60)")
+    workers = make(nursery=nursery)
     assert workers.start(1)[0].address == "a:1"
     workers.stop()
-    assert not psutil.pid_exists(pids[0])
+    assert children_of(nursery) == []
     assert "does not stop; killing it" in caplog.text
+    nursery.close()
 
 
-def test_only_the_end_of_a_long_log_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted(monkeypatch, "import sys; sys.stderr.write('start' + 'x' * 9000 + 'the end'); sys.exit(1)")
+def test_only_the_end_of_a_long_log_is_shown() -> None:
+    nursery = scripted(
+        "import os, sys; sys.stderr.write('start' + 'x' * 9000 + 'the end'); sys.stderr.flush(); os._exit(1)"
+    )
     with pytest.raises(WorkerError) as caught:
-        make().start(1)
+        make(nursery=nursery).start(1)
     assert str(caught.value).endswith("the end")
     assert "start" not in str(caught.value).split("Its log ends")[1]
     assert len(str(caught.value)) < 2200
+    nursery.close()
+
+
+def test_a_nursery_that_cannot_start_shows_its_log() -> None:
+    nursery = Nursery([sys.executable, "-c", "import sys; sys.exit('no such package')"])
+    with pytest.raises(WorkerError, match="no such package"):
+        make(nursery=nursery).start(1)
+    nursery.close()
+
+
+def test_a_nursery_that_does_not_answer_is_given_up() -> None:
+    nursery = Nursery([sys.executable, "-c", "import threading; threading.Event().wait(60)"])
+    with pytest.raises(WorkerError, match=r"did not start within 1 s"):
+        make(nursery=nursery, start_timeout_s=1.0).start(1)
+    assert nursery._process is None
+
+
+def test_workers_outlive_their_nursery_and_new_ones_get_another() -> None:
+    nursery = Nursery()
+    workers = make(nursery=nursery)
+    try:
+        (first,) = workers.start(1)
+        assert nursery._process is not None
+        os.kill(nursery._process.pid, signal.SIGKILL)
+        nursery._process.wait()
+        assert workers.exited() == frozenset()
+        (second,) = workers.start(1)
+        os.kill(first.pid, signal.SIGKILL)
+        assert workers._processes[first.worker].wait(10)
+        assert workers.exited() == {first.worker}
+        assert psutil.pid_exists(second.pid)
+    finally:
+        workers.stop()
+    assert not psutil.pid_exists(second.pid)
+    nursery.close()
+
+
+def test_a_worker_ends_with_the_driver_even_when_that_is_killed() -> None:
+    program = "import threading; from anabranch.control.launcher import EmbeddedWorkers; "
+    program += "workers = EmbeddedWorkers(store='memory', state_path='', token='', start_timeout_s=60); "
+    program += "print(workers.start(1)[0].pid, flush=True); threading.Event().wait()"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        worker = psutil.Process(int(driver.stdout.readline()))
+        nursery = worker.parent()
+        driver.kill()
+    gone, alive = psutil.wait_procs([worker, nursery], timeout=20)
+    assert alive == []
+    assert len(gone) == 2
+
+
+def test_a_nursery_has_one_thread_so_that_it_can_be_forked() -> None:
+    """Only jemalloc, which knows what to do about forks, has another one."""
+    nursery = Nursery()
+    child = nursery.start({"nonsense": 1}, 60)
+    assert nursery._process is not None
+    threads = Path(f"/proc/{nursery._process.pid}/task").glob("*/comm")
+    assert len([name for name in (thread.read_text() for thread in threads) if "jemalloc" not in name]) == 1
+    child.bury()
+    nursery.close()

@@ -1,0 +1,209 @@
+"""Worker processes of this machine, forked from one that has loaded all they need; see ``worker/nursery.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from anabranch.core.errors import WorkerError
+from anabranch.wire.descriptors import receive, send
+
+_SHOWN_LOG_BYTES = 2000
+_COMMAND = (sys.executable, "-m", "anabranch.worker.nursery")
+
+
+class Nursery:
+    """Forks processes for all queries of this driver, and ends with it, however it ends."""
+
+    def __init__(self, command: Sequence[str] = _COMMAND) -> None:
+        #: What to run; the number of its end of a socket is added.
+        self._command = command
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._log: IO[bytes] | None = None
+
+    def start(self, options: Mapping[str, Any], timeout_s: float) -> Child:
+        """A new process. It ends when its standard input does."""
+        with contextlib.ExitStack() as ours:
+            stdin, keep = os.pipe()
+            ours.callback(os.close, stdin)
+            output, stdout = os.pipe()
+            ours.callback(os.close, stdout)
+            log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
+            try:
+                answer = self._ask({"start": options}, [stdin, stdout, log.fileno()], timeout_s)
+                if "error" in answer:
+                    raise WorkerError(f"A state worker could not be started: {answer['error']}.")
+            except BaseException:
+                os.close(keep)
+                os.close(output)
+                log.close()
+                raise
+        return Child(self, answer["pid"], keep, output, log)
+
+    def bury(self, pid: int) -> None:
+        """Forget a process that has ended. If the nursery has ended before it, the system has done so."""
+        with self._lock, contextlib.suppress(OSError, WorkerError):
+            if self._process is not None and self._process.poll() is None:
+                self._exchange({"bury": pid}, [])
+
+    def close(self) -> None:
+        """End. Processes that it has started go on."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, request: Mapping[str, Any], files: Sequence[int], timeout_s: float) -> dict[str, Any]:
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._end()
+                self._begin()
+            assert self._control is not None
+            self._control.settimeout(timeout_s)
+            try:
+                return self._exchange(request, files)
+            except TimeoutError:
+                end = end_of(self._log)
+                self._end()
+                raise WorkerError(
+                    f"A state worker did not start within {timeout_s:g} s. Raise anabranch.startTimeout if this "
+                    f"machine is slow. Its log ends: {end}"
+                ) from None
+            except OSError as error:
+                raise WorkerError(
+                    f"A state worker failed to start: {error}. Its log ends: {end_of(self._log)}"
+                ) from None
+
+    def _exchange(self, request: Mapping[str, Any], files: Sequence[int]) -> dict[str, Any]:
+        assert self._control is not None
+        assert self._process is not None
+        send(self._control, request, files)
+        received = receive(self._control)
+        if received is None:
+            self._process.wait()
+            raise WorkerError(f"A state worker failed to start. Its log ends: {end_of(self._log)}")
+        return received[0]
+
+    def _begin(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
+        with theirs:
+            # One thread each: what starts threads while it is loaded cannot be forked.
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            command = [*self._command, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._log,
+                env=environment,
+            )
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._log is not None:
+            self._log.close()
+        self._process = self._control = self._log = None
+
+
+class Child:
+    """A process that a nursery has started. Its output is open as long as it lives."""
+
+    def __init__(self, nursery: Nursery, pid: int, stdin: int, stdout: int, log: IO[bytes]) -> None:
+        self.pid = pid
+        self._nursery = nursery
+        self._lock = threading.Lock()
+        self._stdin: int | None = stdin
+        self._stdout = stdout
+        self._log = log
+        self._said = b""
+        self._has_ended = False
+
+    def first_line(self, timeout_s: float) -> dict[str, Any]:
+        """What it says when it is ready; TimeoutError if it says nothing, ValueError if it ends or says nonsense."""
+        with self._lock:
+            while not self._said.endswith(b"\n"):
+                if not self._read(timeout_s):
+                    raise TimeoutError
+                if self._has_ended:
+                    break
+        said = json.loads(self._said)
+        if not isinstance(said, dict):
+            raise ValueError(f"It said {said!r}.")
+        return said
+
+    def has_ended(self) -> bool:
+        """As far as is known without waiting for anybody who waits for it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._read(0)
+            finally:
+                self._lock.release()
+        return self._has_ended
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for its end, for so long at most; whether it has come."""
+        with self._lock:
+            while not self._has_ended and self._read(timeout_s):
+                pass
+            return self._has_ended
+
+    def end_input(self) -> None:
+        """Let it end by itself."""
+        stdin, self._stdin = self._stdin, None
+        if stdin is not None:
+            os.close(stdin)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if not self.has_ended():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def bury(self) -> None:
+        """Wait for its end, and let go of all that belongs to it."""
+        self.wait()
+        self.end_input()
+        self._log.close()
+
+    def end_of_log(self) -> str:
+        return end_of(self._log)
+
+    def _read(self, timeout_s: float | None) -> bool:
+        """Look whether it has said something or has ended; False if neither happens in time."""
+        if self._has_ended:
+            return True
+        poll = select.poll()  # unlike select, it takes any number of open files
+        poll.register(self._stdout, select.POLLIN)
+        if not poll.poll(None if timeout_s is None else 1000 * timeout_s):
+            return False
+        part = os.read(self._stdout, 1 << 12)
+        self._said += part
+        if not part:
+            self._has_ended = True
+            os.close(self._stdout)
+            self._nursery.bury(self.pid)
+        return True
+
+
+def end_of(log: IO[bytes] | None) -> str:
+    """The last lines of a log."""
+    if log is None:
+        return "(empty)"
+    log.seek(0, 2)
+    log.seek(max(0, log.tell() - _SHOWN_LOG_BYTES))
+    return log.read().decode(errors="replace").strip() or "(empty)"
