@@ -20,7 +20,7 @@ from anabranch.checkpoint import rewind
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.claims import claim
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.launcher import EmbeddedWorkers
+from anabranch.control.launcher import EmbeddedWorkers, prepare
 from anabranch.control.members import Member, Membership, connect, discover
 from anabranch.control.resume import resume
 from anabranch.control.savepoints import seed
@@ -50,6 +50,8 @@ def start_query(
     name: str | None,
 ) -> StreamQuery:
     """Start everything, or leave nothing behind."""
+    if not settings.worker_addresses:
+        prepare()
     spark = sample.sparkSession
     location = qualified(spark, checkpoint, what="The checkpoint", error=CheckpointError)
     default = settings.parallelism or max(spark.sparkContext.defaultParallelism, 1)

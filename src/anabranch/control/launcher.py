@@ -22,6 +22,11 @@ _NURSERY = Nursery()
 atexit.register(_NURSERY.close)
 
 
+def prepare() -> None:
+    """Workers will soon be started: whatever can be done for it meanwhile begins."""
+    _NURSERY.prepare()
+
+
 @dataclass(frozen=True)
 class WorkerAddress:
     """A running worker."""

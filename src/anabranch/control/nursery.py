@@ -33,6 +33,11 @@ class Nursery:
         self._control: socket.socket | None = None
         self._log: IO[bytes] | None = None
 
+    def prepare(self) -> None:
+        """Begin to load what will be needed, without waiting for it."""
+        with self._lock:
+            self._be_there()
+
     def start(self, options: Mapping[str, Any], timeout_s: float) -> Child:
         """A new process. It ends when its standard input does."""
         with contextlib.ExitStack() as ours:
@@ -65,9 +70,7 @@ class Nursery:
 
     def _ask(self, request: Mapping[str, Any], files: Sequence[int], timeout_s: float) -> dict[str, Any]:
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._end()
-                self._begin()
+            self._be_there()
             assert self._control is not None
             self._control.settimeout(timeout_s)
             try:
@@ -94,7 +97,10 @@ class Nursery:
             raise WorkerError(f"A state worker failed to start. Its log ends: {end_of(self._log)}")
         return received[0]
 
-    def _begin(self) -> None:
+    def _be_there(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._end()
         self._control, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
         with theirs:

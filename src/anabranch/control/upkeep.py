@@ -137,9 +137,14 @@ def compact_in_process(
     on_start: Callable[[subprocess.Popen[str]], None] = lambda _: None,
 ) -> int:
     """Let a process of low priority write the snapshot of an epoch, here or elsewhere; the rows that it has."""
-    # Of low priority from its first moment: what it imports takes a second of a core.
-    command = [nice, "-n", "19"] if (nice := shutil.which("nice")) else []
-    command += [sys.executable, "-m", "anabranch.worker.compaction", claimed.storage.location, str(epoch)]
+    command = [
+        *_of_low_priority(),
+        sys.executable,
+        "-m",
+        "anabranch.worker.compaction",
+        claimed.storage.location,
+        str(epoch),
+    ]
     command += ["--generation", str(claimed.generation)]
     if target:
         command += ["--to", target]
@@ -151,3 +156,13 @@ def compact_in_process(
         raise CheckpointError(f"The snapshot of epoch {epoch} could not be written: {reason}")
     rows: int = json.loads(output)["rows"]
     return rows
+
+
+def _of_low_priority() -> list[str]:
+    """What to put before a command so that it gets what others leave, from its first moment, and for the disk too."""
+    command = []
+    if nice := shutil.which("nice"):
+        command += [nice, "-n", "19"]
+    if ionice := shutil.which("ionice"):
+        command += [ionice, "-c", "idle", "-t"]
+    return command
