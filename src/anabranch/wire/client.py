@@ -79,7 +79,7 @@ class WorkerClient:
         if isinstance(error, flight.FlightUnavailableError):
             return LostWorkerError(
                 f"The state worker at {self.address} cannot be reached. See whether its process runs and whether the "
-                "address is right. A query that runs goes on without it; one that has ended resumes from its checkpoint."
+                "address is right. A running query goes on without it; one that has ended resumes from its checkpoint."
             )
         first_line = text.splitlines()[0] if text else type(error).__name__
         return WorkerError(f"The state worker at {self.address} failed on {request.kind()!r}: {first_line}")
