@@ -22,7 +22,7 @@ def is_stream(other: Any) -> bool:
     """Whether it is an unbounded side of a join."""
     from anabranch.api.stream import Stream
 
-    return isinstance(other, Stream) or (isinstance(other, DataFrame) and other.isStreaming)
+    return isinstance(other, Stream | DataFrame) and other.isStreaming
 
 
 def join_streams(left: Stream, other: Any, on: Any, how: str | None) -> Stream:

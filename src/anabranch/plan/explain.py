@@ -18,7 +18,10 @@ def explain_logical(pipeline: Pipeline, sink: str | None) -> list[str]:
         lines.append(f"{mark}{stage.number}{name}{parallelism}: {' -> '.join(stage.operations) or '-'}")
     if sink is not None:
         lines.append(f" {len(pipeline.stages)} 'sink': {sink}")
-    lines.append("(* stateful: key and state live in the state workers)")
+    lives = (
+        "key and state live in the state workers" if pipeline.source.isStreaming else "a batch, which keeps no state"
+    )
+    lines.append(f"(* stateful: {lives})")
     return lines
 
 

@@ -75,6 +75,11 @@ class Pipeline:
         last = replace(self.stages[-1], stateful=True, opened=False)
         return replace(self, stages=(*self.stages[:-1], last), segments=(*self.segments, Segment(stage)))
 
+    def with_batch(self, rows: DataFrame, *, stateful: bool) -> Pipeline:
+        """What the logical stage that was numbered last has made of a batch."""
+        last = replace(self.stages[-1], stateful=stateful, opened=False)
+        return replace(self, stages=(*self.stages[:-1], last), source=rows)
+
 
 def _tracks_watermark(plan: Any) -> bool:
     if plan.nodeName() == _WATERMARK:
