@@ -210,7 +210,7 @@ class GroupedStream:
     def _stateful(self, pipeline: Pipeline, stage: StatefulStage, sample: DataFrame) -> Stream:
         from anabranch.api.stream import Stream
 
-        return Stream(pipeline.with_stateful(stage), sample)
+        return Stream(pipeline.with_stateful(stage, sample), sample)
 
 
 def agg_text(columns: list[Column]) -> str:

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from anabranch.api.grouped import GroupedStream
-from anabranch.api.joins import check_static_join, is_stream, join_streams
+from anabranch.api.joins import UNION_METHODS, check_static_join, is_stream, join_streams, unite_streams
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.segments import Operation
 from anabranch.operators.dedup.build import build_dedup
@@ -216,6 +216,8 @@ class Stream:
         after_state = bool(self._pipeline.segments)
         if method == "crossJoin" and is_stream(arguments[0]):
             raise UnsupportedError("Two streams have no end, and cannot be joined row by row. Use join with a key.")
+        if method in UNION_METHODS and (united := unite_streams(self, method, arguments, keywords)) is not None:
+            return united
         plain = tuple(_plain(argument, method, after_state) for argument in arguments)
         named = {name: _plain(value, method, after_state) for name, value in keywords.items()}
         if method == "withWatermark" and after_state:
@@ -233,7 +235,7 @@ class Stream:
         pipeline = self._pipeline.with_stage(str(operation))
         with bound_columns_explained(method, self._sample.columns):
             stage, sample = build_dedup(pipeline.stages[-1], self._sample, method, subset, keywords)
-        return Stream(pipeline.with_stateful(stage), sample)
+        return Stream(pipeline.with_stateful(stage, sample), sample)
 
     def _column_of(self, key: Any) -> Column:
         if isinstance(key, Column):
@@ -263,13 +265,8 @@ def _plain(value: Any, method: str, after_state: bool) -> Any:
         if not value.isStreaming:
             return value._sample
         if value._pipeline.segments or after_state:
-            raise UnsupportedError(
-                f"{method} of two streams is supported only before their first stateful operation. Write the first "
-                "query's result out, and read it in a second query."
-            )
+            raise UnsupportedError(f"{method} of two streams is not supported. Use join or union.")
         return value._pipeline.source
     if after_state and isinstance(value, DataFrame) and value.isStreaming:
-        raise UnsupportedError(
-            f"{method} with a second stream is supported only before the first stateful operation. Move it up."
-        )
+        raise UnsupportedError(f"{method} with a second stream is not supported. Use join or union.")
     return value

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,6 +12,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql.streaming.stateful_processor import TimerValues
 from pyspark.sql.types import StructField
 
+from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine.batches import ONLY_EPOCH, Batch
 from anabranch.engine.placement import place
@@ -68,7 +69,16 @@ class ProcessStage:
     def clock(self) -> Clock:
         return _CLOCKS[self.program.time_mode]
 
-    def project(self, rows: DataFrame) -> DataFrame:
+    @property
+    def output_delay_ms(self) -> int:
+        return 0
+
+    def numbered(self, number: StageNumber, name: str) -> Self:
+        spec = replace(self.spec, number=number, name=name)
+        return replace(self, program=replace(self.program, spec=spec))
+
+    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
+        del side
         return with_keys(rows, self.key_columns, self.key_fields)
 
     def variant(self, context: EpochContext) -> str:

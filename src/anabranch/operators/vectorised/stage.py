@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from pyspark import cloudpickle
 from pyspark.sql import Column, DataFrame
@@ -11,6 +12,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.errors import UnsupportedError
+from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec, VariableKind, VariableSpec
 from anabranch.engine.batches import Batch
 from anabranch.engine.placement import place
@@ -38,7 +40,15 @@ class VectorisedStage:
     def clock(self) -> Clock:
         return Clock.NONE
 
-    def project(self, rows: DataFrame) -> DataFrame:
+    @property
+    def output_delay_ms(self) -> int:
+        return 0
+
+    def numbered(self, number: StageNumber, name: str) -> Self:
+        return replace(self, spec=replace(self.spec, number=number, name=name))
+
+    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
+        del side
         return with_keys(rows, self.key_columns, self.key_fields)
 
     def variant(self, context: EpochContext) -> str:
