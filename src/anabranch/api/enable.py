@@ -29,7 +29,7 @@ _ENABLED = "_anabranch_enabled"
 #: Methods of DataFrames that give DataFrames, or group them.
 _FRAME_METHODS = (
     *STATELESS_METHODS, "agg", "distinct", "dropDuplicates", "drop_duplicates", "dropDuplicatesWithinWatermark",
-    "groupBy", "groupby", "orderBy", "sort",
+    "groupBy", "groupby", "orderBy", "sort", "toDF",
 )  # fmt: skip
 _GROUPED_METHODS = (
     "agg", "apply", "applyInArrow", "applyInPandas", "applyInPandasWithState", "avg", "cogroup", "count", "max", "mean",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import Column, DataFrame
@@ -12,6 +11,7 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 from pyspark.sql.types import NumericType, StructType
 
 from anabranch.core.errors import UnsupportedError
+from anabranch.engine.stages import StatefulStage
 from anabranch.operators.aggregate.build import build_aggregate
 from anabranch.operators.aggregate.catalyst import sql_of
 from anabranch.operators.groupstate.build import build_group_state
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 class GroupedStream:
     """A stream grouped by key columns."""
+
+    #: Whether more rows can come; of a batch all are there.
+    _unbounded = True
 
     def __init__(self, pipeline: Pipeline, sample: DataFrame, keys: tuple[Column, ...]) -> None:
         self._pipeline = pipeline
@@ -55,6 +58,9 @@ class GroupedStream:
 
     def agg(self, *aggregates: Column | dict[str, str]) -> Stream:
         """Aggregate with Spark's own function columns, or with a dict of column name to function name."""
+        return self._aggregated(self._aggregates(aggregates))
+
+    def _aggregates(self, aggregates: tuple[Column | dict[str, str], ...]) -> list[Column]:
         columns: list[Column] = []
         if len(aggregates) == 1 and isinstance(aggregates[0], dict):
             columns = self._in_spark_order(aggregates[0])
@@ -65,14 +71,15 @@ class GroupedStream:
                 columns.append(aggregate)
         if not columns:
             raise UnsupportedError("agg needs at least one aggregate, such as F.count('*').")
+        return columns
+
+    def _aggregated(self, columns: list[Column]) -> Stream:
         check_aggregation_input(self._pipeline)
-        texts = ", ".join(sql_of(column) for column in columns)
-        pipeline, keys = self._named(f"agg({texts})")
+        pipeline, keys = self._named(agg_text(columns))
         with bound_columns_explained("groupBy or agg", self._sample.columns):
             stage, sample = build_aggregate(pipeline.stages[-1], self._sample, keys, columns)
             session = session_key(self._sample, keys)
-        stateful = stage if session is None else build_session(stage, session)
-        return self._stream(pipeline.with_stateful(stateful), sample)
+        return self._stateful(pipeline, stage if session is None else build_session(stage, session), sample)
 
     def transformWithState(
         self,
@@ -117,9 +124,9 @@ class GroupedStream:
         with bound_columns_explained("groupBy", self._sample.columns):
             stage, sample = build_group_state(
                 pipeline.stages[-1], self._sample, keys, func, outputStructType, stateStructType, outputMode,
-                timeoutConf,
+                timeoutConf, unbounded=self._unbounded,
             )  # fmt: skip
-        return self._stream(pipeline.with_stateful(stage), sample)
+        return self._stateful(pipeline, stage, sample)
 
     def processInArrow(
         self, process: Process, outputStructType: StructType | str, stateStructType: StructType | str
@@ -167,10 +174,11 @@ class GroupedStream:
             stage, sample = build_process(
                 pipeline.stages[-1], self._sample, keys, processor, output,
                 output_mode=output_mode, time_mode=time_mode, initial=initial_state,
-                event_time_column=event_time_column, pandas=pandas,
+                event_time_column=event_time_column if self._unbounded else "", pandas=pandas,
             )  # fmt: skip
-        check_time_mode(pipeline, stage, method)
-        return self._stream(pipeline.with_stateful(stage), sample)
+        if self._unbounded:
+            check_time_mode(pipeline, stage, method)
+        return self._stateful(pipeline, stage, sample)
 
     def _vectorised(
         self, method: str, process: Process, output: StructType | str, state: StructType | str, *, pandas: bool
@@ -180,7 +188,7 @@ class GroupedStream:
             stage, sample = build_vectorised(
                 pipeline.stages[-1], self._sample, keys, process, output, state, pandas=pandas
             )
-        return self._stream(pipeline.with_stateful(stage), sample)
+        return self._stateful(pipeline, stage, sample)
 
     def _of_columns(self, function: str, columns: tuple[str, ...]) -> Stream:
         if not columns:
@@ -199,10 +207,14 @@ class GroupedStream:
         keys = ", ".join(sql_of(column) for column in self._keys)
         return self._pipeline.with_stage(f"groupBy({keys}).{text}"), self._keys
 
-    def _stream(self, pipeline: Pipeline, sample: DataFrame) -> Stream:
+    def _stateful(self, pipeline: Pipeline, stage: StatefulStage, sample: DataFrame) -> Stream:
         from anabranch.api.stream import Stream
 
-        return Stream(replace(pipeline), sample)
+        return Stream(pipeline.with_stateful(stage, sample), sample)
+
+
+def agg_text(columns: list[Column]) -> str:
+    return f"agg({', '.join(sql_of(column) for column in columns)})"
 
 
 def _named_function(function: str, column: str) -> Column:

@@ -1,28 +1,31 @@
-"""``stream.join(other, on, how)``: with another stream as a stateful stage, with static rows as Spark does it."""
+"""Where streams meet: ``stream.join(other, on, how)`` and ``stream.union(other)``, before and after stateful stages."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
 
 from anabranch.core.errors import UnsupportedError
+from anabranch.engine.segments import Operation
 from anabranch.operators.aggregate.catalyst import sql_of
 from anabranch.operators.join.build import build_join
+from anabranch.plan.validation import bound_columns_explained, check_stage_names
 
 if TYPE_CHECKING:
     from anabranch.api.stream import Stream
 
 #: Join types that need all rows of the static side to be matched or not, which a stream never knows.
 _REFUSED_WITH_STATIC = ("right", "rightouter", "outer", "full", "fullouter")
+UNION_METHODS = ("union", "unionAll", "unionByName")
 
 
 def is_stream(other: Any) -> bool:
     """Whether it is an unbounded side of a join."""
     from anabranch.api.stream import Stream
 
-    return isinstance(other, Stream) or (isinstance(other, DataFrame) and other.isStreaming)
+    return isinstance(other, Stream | DataFrame) and other.isStreaming
 
 
 def join_streams(left: Stream, other: Any, on: Any, how: str | None) -> Stream:
@@ -30,15 +33,46 @@ def join_streams(left: Stream, other: Any, on: Any, how: str | None) -> Stream:
     from anabranch.api.stream import Stream, stream
 
     right = stream(other)
-    if left._pipeline.segments or right._pipeline.segments:
-        raise UnsupportedError(
-            "A join of two streams comes before the first stateful operation of both. Move it up, or write one "
-            "stream's result out and read it in a second query."
+    with bound_columns_explained("join", [*left.columns, *right.columns]):
+        joined = _unbounded(left).join(_unbounded(right), _condition(on), how)
+    pipeline, inputs = left._pipeline.meeting(right._pipeline, _text(right, on, how))
+    check_stage_names(pipeline)
+    stage, sides = build_join(pipeline.stages[-1], joined)
+    read = tuple(each if isinstance(each, int) else sides[side] for side, each in enumerate(inputs))
+    return Stream(pipeline.with_stateful(stage, joined, read), joined)
+
+
+def unite_streams(left: Stream, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Stream | None:
+    """A union of streams of which one has state, which Spark cannot make before it hands over rows; None for others."""
+    from anabranch.api.stream import Stream, stream
+
+    given = dict(keywords)
+    other, *options = arguments or (given.pop("other", None),)
+    if not is_stream(other) or not (left.has_state or (isinstance(other, Stream) and other.has_state)):
+        return None
+    right = stream(other)
+    union = Operation(method, tuple(options), given)
+    sample = Operation(method, (right._sample, *options), given).apply(left._sample)
+    pipeline, inputs = left._pipeline.meeting(right._pipeline, f"{method}({', '.join(_before(right))})")
+    check_stage_names(pipeline)
+    return Stream(pipeline.with_union(union, sample, inputs), sample)
+
+
+def _unbounded(side: Stream) -> DataFrame:
+    """The side as Spark has to see it, to judge the join: streaming, with the same columns under the same names."""
+    segments = side._pipeline.segments
+    if not segments:
+        return side._pipeline.source
+    rows = segments[-1].sample
+    assert rows is not None
+    if not rows.isStreaming:
+        some = rows.sparkSession.readStream.format("rate").load()
+        rows = some.select(
+            *[F.lit(None).cast(field.dataType).alias(field.name, metadata=field.metadata) for field in rows.schema]
         )
-    joined = left._pipeline.source.join(right._pipeline.source, _condition(on), how)
-    pipeline = left._pipeline.with_stage(_text(right, on, how))
-    stage, source = build_join(pipeline.stages[-1], joined)
-    return Stream(replace(pipeline, source=source).with_stateful(stage), joined)
+    for operation in segments[-1].after:
+        rows = operation.apply(rows)
+    return rows
 
 
 def check_static_join(how: Any) -> None:
@@ -57,7 +91,12 @@ def _condition(on: Any) -> Any:
 
 def _text(right: Stream, on: Any, how: str | None) -> str:
     """The stage as explain shows it, with what the other stream does before it."""
-    before = [operation for stage in right._pipeline.stages for operation in stage.operations]
     listed = on if isinstance(on, list | tuple) else [on]
     columns = ", ".join(sql_of(column) if isinstance(column, Column) else str(column) for column in listed)
-    return f"join({' -> '.join(before)}, on [{columns}], {how or 'inner'})"
+    return f"join({', '.join([*_before(right), f'on [{columns}]', how or 'inner'])})"
+
+
+def _before(right: Stream) -> list[str]:
+    """What the other stream does, unless it has stages of its own in the query."""
+    operations = [operation for stage in right._pipeline.stages for operation in stage.operations]
+    return [] if right.has_state else [" -> ".join(operations)]

@@ -73,7 +73,7 @@ def start_query(
                 stream=stream,
                 ticks=ticks,
             )
-            rows = pipeline.segments[0].stage.project(pipeline.source) if pipeline.segments else pipeline.source
+            rows = loop.feeds.read() if pipeline.segments else pipeline.source
             if ticks is not None:
                 rows = ticks.added_to(rows)
             _replay(rows, loop, location, stream)

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from anabranch.api.grouped import GroupedStream
-from anabranch.api.joins import check_static_join, is_stream, join_streams
+from anabranch.api.joins import UNION_METHODS, check_static_join, is_stream, join_streams, unite_streams
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.segments import Operation
 from anabranch.operators.dedup.build import build_dedup
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: DataFrame methods that give another DataFrame and need no state.
 STATELESS_METHODS = (
     "alias", "coalesce", "crossJoin", "drop", "dropna", "fillna", "filter", "hint", "join", "mapInArrow", "mapInPandas",
-    "melt", "repartition", "repartitionByRange", "replace", "select", "selectExpr", "to", "toDF", "union", "unionAll",
+    "melt", "repartition", "repartitionByRange", "replace", "select", "selectExpr", "to", "union", "unionAll",
     "unionByName", "unpivot", "where", "withColumn", "withColumnRenamed", "withColumns", "withColumnsRenamed",
     "withMetadata", "withWatermark",
 )  # fmt: skip
@@ -53,17 +53,18 @@ def stream(rows: DataFrame) -> Stream:
     The result offers the DataFrame methods; its stateful ones run on Anabranch:
 
     >>> counts = anabranch.stream(edits).groupBy("server").count()  # doctest: +SKIP
+
+    A batch DataFrame can be wrapped as well, so that the same code runs on history: it begins without state, all rows
+    of a key come at once, no state is kept, and ``toDF()`` gives the result.
     """
+    from anabranch.api.batch import BatchStream
+
     if isinstance(rows, Stream):
         return rows
     if not isinstance(rows, DataFrame):
-        raise UnsupportedError(f"anabranch.stream needs a streaming DataFrame, not a {type(rows).__name__}.")
-    if not rows.isStreaming:
-        raise UnsupportedError(
-            "anabranch.stream needs a streaming DataFrame, and this one is not: make it with spark.readStream."
-        )
+        raise UnsupportedError(f"anabranch.stream needs a DataFrame, not a {type(rows).__name__}.")
     pipeline = Pipeline(source=rows, stages=()).open_stage(None, None, opened=False, operations=("source",))
-    return Stream(pipeline, rows)
+    return Stream(pipeline, rows) if rows.isStreaming else BatchStream(pipeline, rows)
 
 
 class Stream:
@@ -124,12 +125,12 @@ class Stream:
         `parallelism` is the number of Spark partitions that the stage works in.
         """
         check_stage_options(name, parallelism, [stage.name for stage in self._pipeline.stages])
-        return Stream(self._pipeline.open_stage(name, parallelism), self._sample)
+        return type(self)(self._pipeline.open_stage(name, parallelism), self._sample)
 
     def groupBy(self, *columns: Any) -> GroupedStream:
         """Group by key columns, for an aggregation or a StatefulProcessor."""
         keys = columns[0] if len(columns) == 1 and isinstance(columns[0], list) else columns
-        return GroupedStream(self._pipeline, self._sample, tuple(self._column_of(key) for key in keys))
+        return self._grouped(tuple(self._column_of(key) for key in keys))
 
     groupby = groupBy
 
@@ -174,6 +175,10 @@ class Stream:
         given = {name: value for name, value in (("on", on), ("how", how)) if value is not None}
         return self._apply("join", (other,), given)
 
+    def toDF(self, *cols: str) -> Any:
+        """The same with other column names, as in PySpark. Without any, the result of a batch as a DataFrame."""
+        return self._apply("toDF", cols, {}) if cols else self._result()
+
     def __getitem__(self, item: str) -> Column:
         """A column. Before the first stateful operation it is bound to this stream, as a DataFrame's columns are."""
         return self._column_of(item) if self._pipeline.segments else self._sample[item]
@@ -195,6 +200,15 @@ class Stream:
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *STATELESS_METHODS, *self.columns})
 
+    def _grouped(self, keys: tuple[Column, ...]) -> GroupedStream:
+        return GroupedStream(self._pipeline, self._sample, keys)
+
+    def _result(self) -> DataFrame:
+        raise UnsupportedError(
+            "A stream has no end; write it with writeStream. toDF() without names gives the result of a batch: "
+            "anabranch.stream(batch)."
+        )
+
     def _call(self, method: str, *arguments: Any, **keywords: Any) -> Stream:
         return self._apply(method, arguments, keywords)
 
@@ -202,6 +216,8 @@ class Stream:
         after_state = bool(self._pipeline.segments)
         if method == "crossJoin" and is_stream(arguments[0]):
             raise UnsupportedError("Two streams have no end, and cannot be joined row by row. Use join with a key.")
+        if method in UNION_METHODS and (united := unite_streams(self, method, arguments, keywords)) is not None:
+            return united
         plain = tuple(_plain(argument, method, after_state) for argument in arguments)
         named = {name: _plain(value, method, after_state) for name, value in keywords.items()}
         if method == "withWatermark" and after_state:
@@ -211,7 +227,7 @@ class Stream:
         staged = _spread(staged)
         if not after_state:
             applied = staged.with_operation(operation)
-            return Stream(applied, applied.source)
+            return type(self)(applied, applied.source)
         return Stream(staged.with_operation(operation), replay(operation, self._sample))
 
     def _deduplicated(self, method: str, subset: tuple[Any, ...], keywords: dict[str, Any]) -> Stream:
@@ -219,7 +235,7 @@ class Stream:
         pipeline = self._pipeline.with_stage(str(operation))
         with bound_columns_explained(method, self._sample.columns):
             stage, sample = build_dedup(pipeline.stages[-1], self._sample, method, subset, keywords)
-        return Stream(pipeline.with_stateful(stage), sample)
+        return Stream(pipeline.with_stateful(stage, sample), sample)
 
     def _column_of(self, key: Any) -> Column:
         if isinstance(key, Column):
@@ -246,14 +262,11 @@ def _spread(pipeline: Pipeline) -> Pipeline:
 def _plain(value: Any, method: str, after_state: bool) -> Any:
     """DataFrame arguments as Spark wants them."""
     if isinstance(value, Stream):
+        if not value.isStreaming:
+            return value._sample
         if value._pipeline.segments or after_state:
-            raise UnsupportedError(
-                f"{method} of two streams is supported only before their first stateful operation. Write the first "
-                "query's result out, and read it in a second query."
-            )
+            raise UnsupportedError(f"{method} of two streams is not supported. Use join or union.")
         return value._pipeline.source
     if after_state and isinstance(value, DataFrame) and value.isStreaming:
-        raise UnsupportedError(
-            f"{method} with a second stream is supported only before the first stateful operation. Move it up."
-        )
+        raise UnsupportedError(f"{method} with a second stream is not supported. Use join or union.")
     return value

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 from pyspark.sql import DataFrame
 
-from anabranch.engine.segments import Segment
-from anabranch.engine.stages import EpochContext
+from anabranch.engine.feeds import Feeds
+from anabranch.engine.segments import Segment, is_chain
+from anabranch.engine.stages import EpochContext, StatefulStage
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.templates import Templates
 from anabranch.wire.routed import StageAccess
@@ -20,27 +22,30 @@ class EpochRun:
     def __init__(
         self,
         segments: Sequence[Segment],
+        feeds: Feeds,
         rows: DataFrame,
         accesses: Mapping[int, StageAccess],
         context: EpochContext,
         templates: Templates,
     ) -> None:
         self._segments = segments
+        self._feeds = feeds
         self._rows = rows
         self._accesses = accesses
         self._context = context
         self._templates = templates
         self._held: list[DataFrame] = []
-        #: The input of each stateful stage, projected, in the order of the stages; empty until they are needed.
-        self._inputs: list[DataFrame] = []
+        #: By position, the projected input of each stateful stage; empty until they are needed.
+        self._inputs: dict[int, DataFrame] = {}
 
     def build(self, *, reads_once: bool) -> DataFrame:
         """The epoch's result. Lazy, except for what has to be materialised on the way."""
-        if not all(segment.one_to_one for segment in self._segments):
+        if not self._can_be_kept:
             result = self._string_together()
-            last_is_held = not self._segments[-1].one_to_one
+            last = self._segments[-1]
+            last_is_held = last.stage is None or not last.one_to_one
             return result if reads_once or last_is_held else self._materialise(result)
-        variants = tuple(segment.stage.variant(self._context) for segment in self._segments)
+        variants = self._variants()
         kept = self._templates.apply(self._accesses, variants, self._rows)
         if kept is None:
             kept = self._string_together()
@@ -49,9 +54,9 @@ class EpochRun:
 
     def prepare(self) -> None:
         """Plan for epochs to come, whose rows have the same columns."""
-        if not all(segment.one_to_one for segment in self._segments):
+        if not self._can_be_kept:
             return
-        variants = tuple(segment.stage.variant(self._context) for segment in self._segments)
+        variants = self._variants()
         if self._templates.apply(self._accesses, variants, self._rows) is None:
             kept = self._string_together()
             kept._jdf.queryExecution().executedPlan()
@@ -61,8 +66,9 @@ class EpochRun:
         """Run the missing partitions of the last stage that has any; earlier stages run along with it."""
         if not self._inputs:
             self._string_together()
-        position = max(i for i, segment in enumerate(self._segments) if segment.stage.spec.number in missing)
-        stage = self._segments[position].stage
+        stages = {i: segment.stage for i, segment in enumerate(self._segments) if segment.stage is not None}
+        position = max(i for i, stage in stages.items() if stage.spec.number in missing)
+        stage = stages[position]
         number: int = stage.spec.number
         access = self._accesses[number]
         done = {number: frozenset(range(access.parallelism)) - missing[number]}
@@ -73,24 +79,53 @@ class EpochRun:
         for rows in self._held:
             rows.unpersist()
 
+    @property
+    def _can_be_kept(self) -> bool:
+        """Whether the plan is the same in every epoch, and nothing of it is materialised on the way."""
+        return is_chain(self._segments) and all(segment.one_to_one for segment in self._segments)
+
+    def _variants(self) -> tuple[str, ...]:
+        return tuple(s.stage.variant(self._context) for s in self._segments if s.stage is not None)
+
     def _string_together(self) -> DataFrame:
-        rows = self._rows
+        if not self._segments:
+            return self._rows
+        fed = self._feeds.split(self._rows if self._feeds.one else self._hold(self._rows))
+        outputs: list[DataFrame] = []
         for position, segment in enumerate(self._segments):
-            # The first stage's projection is part of the streaming query itself.
-            projected = rows if position == 0 else segment.stage.project(rows)
-            self._inputs.append(projected)
-            rows = segment.stage.apply(projected, self._accesses[segment.stage.spec.number], self._context)
-            if not segment.one_to_one:
-                rows = self._materialise(rows)
+            if segment.stage is None:
+                sides = [outputs[s] if isinstance(s, int) else fed[position, i] for i, s in enumerate(segment.inputs)]
+                rows = segment.united(*sides)
+            else:
+                rows = self._staged(position, segment, segment.stage, fed.get((position, 0)), outputs)
             for operation in segment.after:
                 rows = operation.apply(rows)
-        return rows
+            outputs.append(rows)
+        return outputs[-1]
+
+    def _staged(
+        self, position: int, segment: Segment, stage: StatefulStage, fed: DataFrame | None, outputs: list[DataFrame]
+    ) -> DataFrame:
+        """The output of a stateful stage. What Spark has read for it has been projected already."""
+        sides = segment.inputs or segment.feeders(position)
+        parts = [stage.project(outputs[each], side) for side, each in enumerate(sides) if isinstance(each, int)]
+        projected = reduce(DataFrame.union, parts if fed is None else [fed, *parts])
+        self._inputs[position] = projected
+        rows = stage.apply(projected, self._accesses[stage.spec.number], self._context)
+        # Where several come together, Spark's tasks are no longer the partitions of one stage.
+        meets = any(len(s.inputs) > 1 and position in s.inputs for s in self._segments)
+        return self._materialise(rows) if meets or not segment.one_to_one else rows
 
     def _materialise(self, rows: DataFrame) -> DataFrame:
         """Compute all partitions once, in tasks of their own; whoever reads them later does not run state logic."""
+        held = self._hold(rows)
+        run_all_partitions(held)
+        return held
+
+    def _hold(self, rows: DataFrame) -> DataFrame:
+        """Keep what is computed of the rows until the epoch is over."""
         held = rows.persist()
         self._held.append(held)
-        run_all_partitions(held)
         return held
 
 

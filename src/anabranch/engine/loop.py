@@ -14,9 +14,10 @@ from pyspark.sql import DataFrame
 
 from anabranch.core.errors import EpochError, FencedError
 from anabranch.engine.epochrun import EpochRun
-from anabranch.engine.segments import Segment
+from anabranch.engine.feeds import Feeds
+from anabranch.engine.segments import Segment, watermark_delays_ms
 from anabranch.engine.sinks import Sink
-from anabranch.engine.stages import EpochContext, watermark_delays_ms
+from anabranch.engine.stages import EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import spare_size_checks
 from anabranch.engine.templates import Templates
@@ -105,6 +106,8 @@ class EpochLoop:
         ticks: Ticks | None = None,
     ) -> None:
         self._segments = segments
+        #: What Spark has to read.
+        self.feeds = Feeds(segments)
         self._coordinator = coordinator
         self._sink = sink
         self._complete = complete
@@ -187,14 +190,14 @@ class EpochLoop:
         task_epoch = TaskEpoch(
             epoch=epoch,
             run=number,
-            delays_ms=watermark_delays_ms(segment.stage for segment in self._segments),
+            delays_ms=watermark_delays_ms(self._segments),
             processing_time_ms=self.now_ms(),
             watermark_ms=watermarks[0],
             late_watermark_ms=watermarks[1],
         )
         task_epoch.announce(rows.sparkSession)
         clock.lap("begin")
-        run = EpochRun(self._segments, rows, self._coordinator.accesses(), self._context(epoch), self._templates)
+        run = self._epoch_run(rows, epoch)
         try:
             result = run.build(reads_once=self._sink.reads_once)
             clock.lap("plan")
@@ -222,9 +225,11 @@ class EpochLoop:
         """Plan ahead, after the route has changed between epochs. The caller makes sure that none runs."""
         if self._latest is not None:
             rows, epoch = self._latest
-            EpochRun(
-                self._segments, rows, self._coordinator.accesses(), self._context(epoch + 1), self._templates
-            ).prepare()
+            self._epoch_run(rows, epoch + 1).prepare()
+
+    def _epoch_run(self, rows: DataFrame, epoch: int) -> EpochRun:
+        accesses, context = self._coordinator.accesses(), self._context(epoch)
+        return EpochRun(self._segments, self.feeds, rows, accesses, context, self._templates)
 
     def _context(self, epoch: int) -> EpochContext:
         return EpochContext(
@@ -256,8 +261,9 @@ class EpochLoop:
         # Partitions of a stateful stage are those that the route asked for: Spark must not merge or drop any.
         conf.set("spark.sql.adaptive.enabled", "false")
         conf.set("spark.sql.shuffle.partitions", str(self._shuffle_partitions))
-        if len(self._segments) == 1 and not self._segments[0].after:
-            spare_size_checks(rows, self._segments[0].stage.spec)
+        match self._segments:
+            case [Segment(stage=stage, after=())] if stage is not None:
+                spare_size_checks(rows, stage.spec)
 
 
 def wall_clock_ms() -> int:

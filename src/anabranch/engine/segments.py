@@ -1,8 +1,8 @@
-"""Recorded DataFrame operations, and the stretches of a query from one stateful stage to the next."""
+"""Recorded DataFrame operations, and the stretches of a query from one stateful stage to the next: a tree of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,14 +42,56 @@ class Operation:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stateful stage and the operations between it and the next one, or the sink."""
+    """A stateful stage and the operations between it and the next one, or the sink.
 
-    stage: StatefulStage
+    Or a union of streams in place of the stage, which needs no state.
+    """
+
+    stage: StatefulStage | None
     after: tuple[Operation, ...] = ()
+    #: Where rows come from, for each input of the stage: the position of another segment, or what Spark reads. None at
+    #: all stand for the segment before, or for the rows of the epoch if there is none.
+    inputs: tuple[int | DataFrame, ...] = ()
+    #: How the inputs are united, if there is no stage: an operation on the first one, to which the second is added.
+    union: Operation | None = None
+    #: No rows, with the columns that the stage or the union gives out.
+    sample: DataFrame | None = None
 
     @property
     def one_to_one(self) -> bool:
         return all(operation.method in ONE_TO_ONE for operation in self.after)
+
+    def feeders(self, position: int) -> tuple[int, ...]:
+        """The positions of the segments whose output this one gets, which is at a position itself."""
+        if not self.inputs:
+            return (position - 1,) if position else ()
+        return tuple(each for each in self.inputs if isinstance(each, int))
+
+    def united(self, left: DataFrame, right: DataFrame) -> DataFrame:
+        assert self.union is not None
+        return Operation(self.union.method, (right, *self.union.arguments), self.union.keywords).apply(left)
+
+
+def is_chain(segments: Sequence[Segment]) -> bool:
+    """Whether each segment has nothing but the output of the one before."""
+    return all(segment.feeders(i) == ((i - 1,) if i else ()) for i, segment in enumerate(segments))
+
+
+def watermark_delays_ms(segments: Sequence[Segment]) -> dict[int, int]:
+    """By stage, how far its watermark is behind that of the stream.
+
+    A join gives rows out up to so long after the watermark has passed them: to the stages after it, they are not late.
+    What has several inputs goes by the one that is furthest behind.
+    """
+    delays_ms: dict[int, int] = {}
+    behind_ms: list[int] = []
+    for position, segment in enumerate(segments):
+        delay_ms = max((behind_ms[feeder] for feeder in segment.feeders(position)), default=0)
+        if segment.stage is not None:
+            delays_ms[segment.stage.spec.number] = delay_ms
+            delay_ms += segment.stage.output_delay_ms
+        behind_ms.append(delay_ms)
+    return delays_ms
 
 
 def _shown(value: Any) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, Self
 
 from pyspark.sql import DataFrame
 
+from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import StageSpec
 from anabranch.wire.routed import StageAccess
 
@@ -52,8 +52,18 @@ class StatefulStage(Protocol):
     def clock(self) -> Clock:
         """What can give the stage something to do although no rows have come: it then runs without any."""
 
-    def project(self, rows: DataFrame) -> DataFrame:
-        """The stateless half of the stage, which runs before rows are placed. Works on streaming DataFrames too."""
+    @property
+    def output_delay_ms(self) -> int:
+        """How far behind the watermark of the stage the event times of its output can be."""
+
+    def numbered(self, number: StageNumber, name: str) -> Self:
+        """The same stage under another number and name."""
+
+    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
+        """The stateless half of the stage, which runs before rows are placed. Works on streaming DataFrames too.
+
+        What becomes of the rows of all sides has the same columns; most stages have one side only.
+        """
 
     def variant(self, context: EpochContext) -> str:
         """Which of its plans suits the epoch; `apply` makes the same plan for the same variant and access."""
@@ -63,16 +73,3 @@ class StatefulStage(Protocol):
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
         """Rows of a state variable as the user should see them."""
-
-
-def watermark_delays_ms(stages: Iterable[StatefulStage]) -> dict[int, int]:
-    """By stage, how far its watermark is behind that of the stream.
-
-    A join gives rows out up to so long after the watermark has passed them: to the stages after it, they are not late.
-    """
-    delays_ms: dict[int, int] = {}
-    total_ms = 0
-    for stage in stages:
-        delays_ms[stage.spec.number] = total_ms
-        total_ms += getattr(stage, "output_delay_ms", 0)
-    return delays_ms

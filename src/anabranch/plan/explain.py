@@ -15,16 +15,23 @@ def explain_logical(pipeline: Pipeline, sink: str | None) -> list[str]:
         mark = "*" if stage.stateful else " "
         name = "" if stage.name == f"stage{stage.number}" else f" {stage.name!r}"
         parallelism = f" parallelism={stage.parallelism}" if stage.parallelism else ""
-        lines.append(f"{mark}{stage.number}{name}{parallelism}: {' -> '.join(stage.operations) or '-'}")
+        after = f" after {' and '.join(map(str, stage.follows))}" if stage.follows else ""
+        lines.append(f"{mark}{stage.number}{name}{after}{parallelism}: {' -> '.join(stage.operations) or '-'}")
     if sink is not None:
         lines.append(f" {len(pipeline.stages)} 'sink': {sink}")
-    lines.append("(* stateful: key and state live in the state workers)")
+    lives = (
+        "key and state live in the state workers" if pipeline.source.isStreaming else "a batch, which keeps no state"
+    )
+    lines.append(f"(* stateful: {lives})")
     return lines
 
 
 def explain_physical(pipeline: Pipeline, settings: Settings, default_parallelism: int) -> list[str]:
     lines = ["== Physical plan ==", "Spark, before the first stateful stage: one streaming DataFrame"]
     for segment in pipeline.segments:
+        if segment.stage is None:
+            lines += [f"Spark: {segment.union}", *(f"  then {operation}" for operation in segment.after)]
+            continue
         spec = segment.stage.spec
         partitions = segment.stage.parallelism or default_parallelism
         keys = ", ".join(f"{field.name}: {field.type}" for field in spec.key)

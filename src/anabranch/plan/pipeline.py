@@ -1,4 +1,4 @@
-"""A query as Anabranch sees it: numbered stages, and between stateful ones the DataFrame operations to replay."""
+"""A query as Anabranch sees it: a tree of numbered stages, and between stateful ones DataFrame operations to replay."""
 
 from __future__ import annotations
 
@@ -27,25 +27,36 @@ class LogicalStage:
     stateful: bool = False
     #: Opened by `.stage(...)`: takes the operations that follow, up to and including a stateful one.
     opened: bool = False
+    #: The numbers of the stages that it follows, if several come together in it; else it follows the one before.
+    follows: tuple[StageNumber, ...] = ()
+
+    def moved(self, by: int) -> LogicalStage:
+        """The same after so many other stages."""
+        number = StageNumber(self.number + by)
+        name = f"stage{number}" if self.name == f"stage{self.number}" else self.name
+        return replace(self, number=number, name=name, follows=tuple(StageNumber(n + by) for n in self.follows))
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """The whole query except its sink."""
 
-    #: The streaming DataFrame with everything before the first stateful stage applied, by Spark itself.
+    #: The streaming DataFrame with everything before the first stateful stage applied, by Spark itself. If several come
+    #: together, one of them.
     source: DataFrame
     stages: tuple[LogicalStage, ...]
+    #: Each comes after those whose output it gets.
     segments: tuple[Segment, ...] = ()
 
     @property
     def stateful_stages(self) -> tuple[StatefulStage, ...]:
-        return tuple(segment.stage for segment in self.segments)
+        return tuple(segment.stage for segment in self.segments if segment.stage is not None)
 
     @property
     def has_watermark(self) -> bool:
         """Whether Spark tracks a watermark: on any of the sources, and whether or not its column is still there."""
-        return _tracks_watermark(self.source._jdf.queryExecution().analyzed())
+        read = [each for segment in self.segments for each in segment.inputs if not isinstance(each, int)]
+        return any(_tracks_watermark(rows._jdf.queryExecution().analyzed()) for rows in read or [self.source])
 
     def with_operation(self, operation: Operation) -> Pipeline:
         """Append a stateless operation: applied at once before the first stateful stage, recorded after it."""
@@ -70,10 +81,60 @@ class Pipeline:
         stage = LogicalStage(number, name or f"stage{number}", operations, parallelism, opened=opened)
         return replace(self, stages=(*self.stages, stage))
 
-    def with_stateful(self, stage: StatefulStage) -> Pipeline:
-        """Append a stateful stage, for the logical stage that was numbered last."""
-        last = replace(self.stages[-1], stateful=True, opened=False)
-        return replace(self, stages=(*self.stages[:-1], last), segments=(*self.segments, Segment(stage)))
+    @property
+    def output(self) -> int | DataFrame:
+        """Where rows come from for what follows: the last segment, or what Spark reads."""
+        return len(self.segments) - 1 if self.segments else self.source
+
+    def with_stateful(
+        self, stage: StatefulStage, sample: DataFrame | None = None, inputs: tuple[int | DataFrame, ...] = ()
+    ) -> Pipeline:
+        """Append a stateful stage, for the logical stage that was numbered last. The sample is empty rows of it."""
+        return self._with_segment(Segment(stage, inputs=inputs or (self.output,), sample=sample))
+
+    def with_union(self, union: Operation, sample: DataFrame, inputs: tuple[int | DataFrame, ...]) -> Pipeline:
+        """Append a union of streams."""
+        return self._with_segment(Segment(None, inputs=inputs, union=union, sample=sample))
+
+    def _with_segment(self, segment: Segment) -> Pipeline:
+        last = replace(self.stages[-1], stateful=segment.stage is not None, opened=False)
+        return replace(self, stages=(*self.stages[:-1], last), segments=(*self.segments, segment))
+
+    def meeting(self, other: Pipeline, text: str) -> tuple[Pipeline, tuple[int | DataFrame, int | DataFrame]]:
+        """Both in one, with a numbered stage at its end in which they come together; and where rows come from, of both.
+
+        The stages of the other one are numbered after these. If it has no state, it adds none: what it does belongs to
+        the stage in which they come together.
+        """
+        if not other.segments:
+            return self.with_stage(text), (self.output, other.source)
+        own = self.stages[:-1] if self.stages[-1].opened else self.stages
+        moved = other.moved(len(own), len(self.segments))
+        both = replace(self, stages=(*own, *moved.stages), segments=(*self.segments, *moved.segments))
+        if self.stages[-1].opened:
+            both = replace(both, stages=(*both.stages, self.stages[-1].moved(len(moved.stages))))
+        both = both.with_stage(text)
+        follows = tuple(stages[-1].number for stages in (own, moved.stages) if stages)
+        last = replace(both.stages[-1], follows=follows)
+        return replace(both, stages=(*both.stages[:-1], last)), (self.output, len(both.segments) - 1)
+
+    def moved(self, stages: int, segments: int) -> Pipeline:
+        """The same after so many other stages and segments."""
+        logical = {stage.number: stage.moved(stages) for stage in self.stages}
+        moved = []
+        for segment in self.segments:
+            stage = segment.stage
+            if stage is not None:
+                named = logical[stage.spec.number]
+                stage = stage.numbered(named.number, named.name)
+            inputs = tuple(each + segments if isinstance(each, int) else each for each in segment.inputs)
+            moved.append(replace(segment, stage=stage, inputs=inputs))
+        return replace(self, stages=tuple(logical.values()), segments=tuple(moved))
+
+    def with_batch(self, rows: DataFrame, *, stateful: bool) -> Pipeline:
+        """What the logical stage that was numbered last has made of a batch."""
+        last = replace(self.stages[-1], stateful=stateful, opened=False)
+        return replace(self, stages=(*self.stages[:-1], last), source=rows)
 
 
 def _tracks_watermark(plan: Any) -> bool:

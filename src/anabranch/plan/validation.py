@@ -9,6 +9,7 @@ from pyspark.errors import AnalysisException
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.settings import MAX_PARALLELISM
+from anabranch.engine.segments import Segment
 from anabranch.operators.aggregate.stage import AggregateStage
 from anabranch.operators.join.sides import JoinType
 from anabranch.operators.join.stage import JoinStage
@@ -28,6 +29,14 @@ def check_stage_options(name: str, parallelism: int | None, taken: Sequence[str]
         raise UnsupportedError(f"There is a stage {name!r} already. Give this one another name.")
     if parallelism is not None and not 1 <= parallelism <= MAX_PARALLELISM:
         raise UnsupportedError(f"The parallelism of stage {name!r} must be between 1 and {MAX_PARALLELISM}.")
+
+
+def check_stage_names(pipeline: Pipeline) -> None:
+    """Where two streams meet, their stages become those of one query."""
+    names = [stage.name for stage in pipeline.stages]
+    for name in names:
+        if names.count(name) > 1:
+            raise UnsupportedError(f"Both streams have a stage {name!r}. Give one of them another name with stage().")
 
 
 def check_aggregation_input(pipeline: Pipeline) -> None:
@@ -87,6 +96,31 @@ def check_output_mode(pipeline: Pipeline, mode: str) -> None:
     if sorts and mode != "complete":
         raise UnsupportedError("Sorting needs outputMode('complete'): otherwise only a part of the result goes out.")
     _check_join_mode(pipeline, mode)
+    _check_meetings(pipeline, mode)
+
+
+def _check_meetings(pipeline: Pipeline, mode: str) -> None:
+    """Where streams come together after stateful stages, rows that still change cannot be taken back."""
+    segments = pipeline.segments
+    after_state = [i for i, segment in enumerate(segments) if len(segment.inputs) > 1 and segment.feeders(i)]
+    if mode == "complete" and after_state:
+        raise UnsupportedError(
+            "Output mode complete is not supported where streams are joined or united after a stateful stage. Use "
+            "outputMode('append')."
+        )
+    for i in after_state:
+        if mode != "append" and isinstance(segments[i].stage, JoinStage) and _aggregates_before(segments, i):
+            raise UnsupportedError(
+                f"Output mode {mode} is not supported for a join after an aggregation, as in Spark: the aggregation "
+                "emits a key each time that it changes. Use outputMode('append')."
+            )
+
+
+def _aggregates_before(segments: Sequence[Segment], position: int) -> bool:
+    return any(
+        isinstance(segments[feeder].stage, AggregateStage | SessionStage) or _aggregates_before(segments, feeder)
+        for feeder in segments[position].feeders(position)
+    )
 
 
 def _check_join_mode(pipeline: Pipeline, mode: str) -> None:

@@ -59,7 +59,12 @@ class Stage:
     def spec(self) -> Any:
         return SimpleNamespace(number=self.number)
 
-    def project(self, rows: Rows) -> Rows:
+    @property
+    def output_delay_ms(self) -> int:
+        return 0
+
+    def project(self, rows: Rows, side: int = 0) -> Rows:
+        del side
         return Rows(rows.journal, f"{rows.name}>")
 
     def apply(self, rows: Rows, access: Any, context: Any) -> Rows:

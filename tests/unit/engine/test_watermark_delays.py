@@ -3,17 +3,29 @@
 from types import SimpleNamespace
 from typing import Any
 
-from anabranch.engine.stages import watermark_delays_ms
+from anabranch.engine.segments import Segment, watermark_delays_ms
 from anabranch.engine.taskepoch import TaskEpoch
 
 
-def stage(number: int, **facts: Any) -> Any:
-    return SimpleNamespace(spec=SimpleNamespace(number=number), **facts)
+def stage(number: int, output_delay_ms: int = 0) -> Any:
+    return SimpleNamespace(spec=SimpleNamespace(number=number), output_delay_ms=output_delay_ms)
 
 
 def test_delays_add_up_behind_the_stages_that_cause_them() -> None:
-    stages = [stage(1), stage(4, output_delay_ms=500), stage(5), stage(7, output_delay_ms=20), stage(8)]
-    assert watermark_delays_ms(stages) == {1: 0, 4: 0, 5: 500, 7: 500, 8: 520}
+    stages = [stage(1), stage(4, 500), stage(5), stage(7, 20), stage(8)]
+    assert watermark_delays_ms([Segment(each) for each in stages]) == {1: 0, 4: 0, 5: 500, 7: 500, 8: 520}
+
+
+def test_where_streams_meet_the_one_that_is_furthest_behind_counts() -> None:
+    read: Any = SimpleNamespace()
+    segments = [
+        Segment(stage(1, 500), inputs=(read,)),
+        Segment(stage(2, 20), inputs=(read, 0)),
+        Segment(stage(5, 30), inputs=(read,)),
+        Segment(None, inputs=(2, 1)),
+        Segment(stage(7)),
+    ]
+    assert watermark_delays_ms(segments) == {1: 0, 2: 500, 5: 0, 7: 520}
 
 
 def test_a_task_sees_the_watermark_of_its_stage() -> None:

@@ -33,6 +33,11 @@ def stateful(number: int, name: str, parallelism: int | None = None) -> Any:
     return SimpleNamespace(spec=spec, parallelism=parallelism)
 
 
+def numbered(number: int, name: str) -> Any:
+    """A stage that can get another number."""
+    return SimpleNamespace(spec=stateful(number, name).spec, parallelism=None, numbered=numbered)
+
+
 def source() -> Pipeline:
     pipeline = Pipeline(source=Rows(), stages=())  # type: ignore[arg-type]
     return pipeline.open_stage(None, None, opened=False, operations=("source",))
@@ -130,3 +135,33 @@ def test_modes_of_queries_without_aggregation() -> None:
             check_output_mode(pipeline, "complete")
         with pytest.raises(UnsupportedError, match="Unknown output mode"):
             check_output_mode(pipeline, "replace")
+
+
+def test_streams_meet_in_a_stage_that_is_numbered_after_those_of_both() -> None:
+    left = source().with_stage("count()").with_stateful(numbered(1, "stage1")).open_stage("both", None)
+    right = source().with_stage("filter(x)").open_stage("sums", None)
+    right = right.with_stage("sum()").with_stateful(numbered(2, "sums")).with_stage("count()")
+    right = right.with_stateful(numbered(3, "stage3"))
+    both, inputs = left.meeting(right, "join(on k)")
+    assert inputs == (0, 2)
+    assert shapes(both) == [
+        (0, "stage0", ("source",), False),
+        (1, "stage1", ("count()",), True),
+        (2, "stage2", ("source",), False),
+        (3, "stage3", ("filter(x)",), False),
+        (4, "sums", ("sum()",), True),
+        (5, "stage5", ("count()",), True),
+        (6, "both", ("join(on k)",), False),
+    ]
+    assert [(stage.spec.number, stage.spec.name) for stage in both.stateful_stages] == [
+        (1, "stage1"),
+        (4, "sums"),
+        (5, "stage5"),
+    ]
+    met = both.with_stateful(numbered(6, "both"), inputs=inputs)
+    assert [segment.feeders(i) for i, segment in enumerate(met.segments)] == [(), (), (1,), (0, 2)]
+    assert "*6 'both' after 1 and 5: join(on k)" in explain_logical(met, None)
+    again, inputs = source().meeting(met, "join(on k)")
+    assert inputs == (again.source, 3)
+    assert [segment.feeders(i) for i, segment in enumerate(again.segments)] == [(), (), (1,), (0, 2)]
+    assert [stage.follows for stage in again.stages if stage.follows] == [(2, 6), (0, 7)]

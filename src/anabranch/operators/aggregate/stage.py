@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.eventtime import EventTime
+from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, Op, StageSpec
 from anabranch.engine.placement import PARTITION, place
 from anabranch.engine.stages import Clock, EpochContext
@@ -70,8 +72,16 @@ class AggregateStage:
     def clock(self) -> Clock:
         return Clock.NONE if self.event_time is None else Clock.EVENT_TIME
 
-    def project(self, rows: DataFrame) -> DataFrame:
+    @property
+    def output_delay_ms(self) -> int:
+        return 0
+
+    def numbered(self, number: StageNumber, name: str) -> Self:
+        return replace(self, spec=replace(self.spec, number=number, name=name))
+
+    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
         """The stateless half: key columns and the inputs of the aggregates, under names of our own."""
+        del side
         keys = [column.alias(key_name(i)) for i, column in enumerate(self.key_columns)]
         inputs = [
             argument.alias(_input(i, j))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, DoubleType, FloatType, StructField, StructType
 
 from anabranch.core.eventtime import EventTime
+from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, Layout, Op, StageSpec
 from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
@@ -143,7 +145,16 @@ class DedupStage:
         forgets = self.task.key_time is not None or self.task.delay_ms is not None
         return Clock.EVENT_TIME if forgets else Clock.NONE
 
-    def project(self, rows: DataFrame) -> DataFrame:
+    @property
+    def output_delay_ms(self) -> int:
+        return 0
+
+    def numbered(self, number: StageNumber, name: str) -> Self:
+        spec = replace(self.spec, number=number, name=name)
+        return replace(self, task=replace(self.task, spec=spec))
+
+    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
+        del side
         named = rows.toDF(*[f"_column{position}" for position in range(len(self.fields))])
         keys = [
             normalised(F.col(f"_column{position}"), self.fields[position].dataType).alias(key_name(i))

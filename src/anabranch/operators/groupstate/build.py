@@ -36,8 +36,11 @@ def build_group_state(
     state: StructType | str,
     output_mode: str,
     timeout: str,
+    *,
+    unbounded: bool = True,
 ) -> tuple[ProcessStage, DataFrame]:
-    """The stage, and an empty DataFrame with the schema of its result."""
+    """The stage, and an empty DataFrame with the schema of its result. A batch is not unbounded: it has no watermark,
+    and no key ever times out."""
     if not callable(function):
         raise UnsupportedError(f"{_METHOD} needs a function of key, frames and state, not a {type(function).__name__}.")
     mode = str(output_mode).lower()
@@ -46,7 +49,7 @@ def build_group_state(
     if timeout not in _TIME_MODES:
         raise UnsupportedError(f"{_METHOD}: timeoutConf is {timeout!r}. Use one of {', '.join(_TIME_MODES)}.")
     event_time = event_time_of(rows)
-    if timeout == GroupStateTimeout.EventTimeTimeout and event_time is None:
+    if timeout == GroupStateTimeout.EventTimeTimeout and event_time is None and unbounded:
         raise UnsupportedError(
             f"{_METHOD}: an event-time time-out needs a watermark. Set one before: withWatermark(column, delay)."
         )
@@ -55,7 +58,7 @@ def build_group_state(
     sample = spark.createDataFrame([], output)
     schema: StructType = spark.createDataFrame([], state).schema
     processor = GroupStateProcessor(
-        function, schema, timeout, tuple(rows.columns), has_watermark=event_time is not None
+        function, schema, timeout, tuple(rows.columns), has_watermark=event_time is not None or not unbounded
     )
     program = GroupProgram(
         spec=declare_state(processor, arrow_schema(key_fields), name.number, name.name, _TIME_MODES[timeout]),

@@ -1,4 +1,4 @@
-"""Building a join stage, and the one stream that carries both sides to it."""
+"""Building a join stage from Spark's own plan of the join."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from functools import reduce
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql import Column, DataFrame, SparkSession
-from pyspark.sql import functions as F
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import DataType, StructField, StructType
 
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.operators.join.catalyst import (
     JoinPlan,
     analyse,
-    column_of,
+    attributes_of,
     field_of,
     has_watermark,
     kind_of,
     sides_of,
     type_of,
 )
+from anabranch.operators.join.inputs import SideInput
 from anabranch.operators.join.predicate import LEFT, RIGHT, Call, Operand, Place, Term
 from anabranch.operators.join.sides import VARIABLES, Eviction, JoinType, RowTime, Side
 from anabranch.operators.join.stage import JoinStage
 from anabranch.operators.join.translate import Translator
-from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields, key_name, nullable_field
+from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields, nullable_field
 
-_SIDE = "_side"
 _MATCHED = "matched"
 
 
-def build_join(name: StageName, joined: DataFrame) -> tuple[JoinStage, DataFrame]:
-    """The stage for Spark's join of two streaming DataFrames, and the streaming DataFrame that feeds it."""
+def build_join(name: StageName, joined: DataFrame) -> tuple[JoinStage, tuple[DataFrame, DataFrame]]:
+    """The stage for Spark's join of two streaming DataFrames, and these two as they are in Spark's plan of it."""
     spark = joined.sparkSession
     plan = analyse(joined)
     key_names = _unique([_name_of(key, f"key{i}") for i, key in enumerate(plan.keys[LEFT])], RESERVED)
@@ -54,9 +53,9 @@ def build_join(name: StageName, joined: DataFrame) -> tuple[JoinStage, DataFrame
         column_fields=tuple(fields),
         attributes=tuple(_output(plan)),
         projections=tuple(map(tuple, plan.projections)),
+        inputs=tuple(_input(plan, draft, side, slots) for draft, side in zip(drafts, sides, strict=True)),
     )
-    left, right = (_tagged(spark, plan, draft, side, slots) for draft, side in zip(drafts, sides, strict=True))
-    return stage, left.union(right)
+    return stage, plan.inputs
 
 
 @dataclass
@@ -177,21 +176,17 @@ def _variable(draft: _SideDraft) -> VariableSpec:
     return VariableSpec(VARIABLES[draft.side], VariableKind.LIST, pa.schema(columns))
 
 
-def _tagged(spark: SparkSession, plan: JoinPlan, draft: _SideDraft, side: Side, slots: _Slots) -> DataFrame:
-    """The rows of one side, in the columns that both sides have on their way to the tasks."""
-    rows = plan.inputs[draft.side]
-    keys = [column_of(spark, key) for key in plan.keys[draft.side]]
-    for condition in draft.filters:
-        rows = rows.filter(column_of(spark, condition))
-    if not draft.keeps_unmatched:
-        rows = rows.filter(reduce(Column.__and__, [key.isNotNull() for key in keys]))
-    held = {slot: column_of(spark, value) for slot, value in zip(side.slots, draft.values, strict=True)}
-    if side.can_match is not None:
-        held[side.can_match] = reduce(Column.__and__, [column_of(spark, hope) for hope in draft.hopes])
-    return rows.select(
-        *[key.alias(key_name(i)) for i, key in enumerate(keys)],
-        F.lit(draft.side).cast("byte").alias(_SIDE),
-        *[held.get(i, F.lit(None).cast(kind)).alias(f"_slot{i}") for i, kind in enumerate(slots.types)],
+def _input(plan: JoinPlan, draft: _SideDraft, side: Side, slots: _Slots) -> SideInput:
+    return SideInput(
+        side=draft.side,
+        attributes=tuple(attributes_of(plan.inputs[draft.side])),
+        keys=tuple(plan.keys[draft.side]),
+        filters=tuple(draft.filters),
+        only_with_keys=not draft.keeps_unmatched,
+        held=dict(zip(side.slots, draft.values, strict=True)),
+        can_match=side.can_match,
+        hopes=tuple(draft.hopes),
+        kinds=tuple(slots.types),
     )
 
 

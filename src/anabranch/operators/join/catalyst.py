@@ -134,12 +134,20 @@ def renamed(spark: SparkSession, rows: DataFrame, attributes: Sequence[Any]) -> 
     jvm: Any = spark._jvm
     make_alias = jvm.org.apache.spark.sql.catalyst.expressions.Alias
     nothing = jvm.org.apache.spark.api.python.PythonUtils.toSeq([])
+    output = attributes_of(rows)
+    if all(column.exprId().equals(attribute.exprId()) for column, attribute in zip(output, attributes, strict=True)):
+        return rows
     columns = []
-    for column, attribute in zip(items(_analysed(rows).output()), attributes, strict=True):
+    for column, attribute in zip(output, attributes, strict=True):
         metadata = jvm.scala.Option.apply(attribute.metadata())
         alias = make_alias(column, attribute.name(), attribute.exprId(), attribute.qualifier(), metadata, nothing)
         columns.append(column_of(spark, alias))
     return rows.select(*columns)
+
+
+def attributes_of(rows: DataFrame) -> list[Any]:
+    """Spark's attributes of the columns."""
+    return items(_analysed(rows).output())
 
 
 def _analysed(rows: DataFrame) -> Any:

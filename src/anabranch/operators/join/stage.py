@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql.types import StructField, StructType
 
+from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.join.catalyst import column_of, renamed
+from anabranch.operators.join.inputs import SideInput
 from anabranch.operators.join.predicate import Term
 from anabranch.operators.join.sides import JoinType, Side
 from anabranch.operators.join.task import JoinTask
@@ -38,6 +40,7 @@ class JoinStage:
     attributes: tuple[Any, ...]
     #: What Spark makes of these columns, if the join is by names; each level a list of expressions.
     projections: tuple[tuple[Any, ...], ...]
+    inputs: tuple[SideInput, ...]
 
     @property
     def clock(self) -> Clock:
@@ -48,9 +51,11 @@ class JoinStage:
         """How far behind the watermark the event times of joined rows can be: that long a row waits for its match."""
         return max(0, *(-side.eviction.offset_ms for side in self.sides if side.eviction is not None), 0)
 
-    def project(self, rows: DataFrame) -> DataFrame:
-        """The source of a pipeline that begins with a join is the join's input already."""
-        return rows
+    def numbered(self, number: StageNumber, name: str) -> Self:
+        return replace(self, spec=replace(self.spec, number=number, name=name))
+
+    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
+        return self.inputs[side].tagged(rows)
 
     def variant(self, context: EpochContext) -> str:
         del context

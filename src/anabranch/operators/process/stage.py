@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,7 +12,9 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql.streaming.stateful_processor import TimerValues
 from pyspark.sql.types import StructField
 
+from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec
+from anabranch.engine.batches import ONLY_EPOCH, Batch
 from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
@@ -21,7 +23,7 @@ from anabranch.operators.keys import key_name, with_keys
 from anabranch.operators.process.initial import InitialState, UnitedRows
 from anabranch.operators.process.program import Program, TimeMode
 from anabranch.operators.state import StageState
-from anabranch.wire.routed import RoutedState, StageAccess
+from anabranch.wire.routed import StageAccess
 
 _CLOCKS = {
     TimeMode.NONE: Clock.NONE,
@@ -67,25 +69,47 @@ class ProcessStage:
     def clock(self) -> Clock:
         return _CLOCKS[self.program.time_mode]
 
-    def project(self, rows: DataFrame) -> DataFrame:
+    @property
+    def output_delay_ms(self) -> int:
+        return 0
+
+    def numbered(self, number: StageNumber, name: str) -> Self:
+        spec = replace(self.spec, number=number, name=name)
+        return replace(self, program=replace(self.program, spec=spec))
+
+    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
+        del side
         return with_keys(rows, self.key_columns, self.key_fields)
 
     def variant(self, context: EpochContext) -> str:
         return "process" if self._initial(context) is None else "process with initial state"
 
     def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
-        names = [key_name(i) for i in range(len(self.key_fields))]
-        united = None
-        if (initial := self._initial(context)) is not None:
-            united = UnitedRows(len(names), tuple(rows.columns[len(names) :]), tuple(initial.rows.columns))
-            rows = initial.united_with(rows, self.key_fields)
-        task = _ProcessTask(self.program, self.run, self._late_rows(), united)
-        return run_in_tasks(place(rows, names, access), access, task, self.program.output)
+        rows, task = self._prepared(rows, context)
+        return run_in_tasks(place(rows, self._key_names, access), access, task, self.program.output)
+
+    def apply_to_batch(self, rows: DataFrame, batch: Batch) -> DataFrame:
+        """The result on all rows at once, without any state before."""
+        rows, task = self._prepared(rows, ONLY_EPOCH)
+        return batch.run(rows, self._key_names, task, self.program.output)
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
         """The entries with their key; the hash is ours alone."""
         del variable
         return state.drop(HASH)
+
+    @property
+    def _key_names(self) -> list[str]:
+        return [key_name(i) for i in range(len(self.key_fields))]
+
+    def _prepared(self, rows: DataFrame, context: EpochContext) -> tuple[DataFrame, _ProcessTask]:
+        """What tasks get, with the initial state if it is time for that, and what they do with it."""
+        united = None
+        if (initial := self._initial(context)) is not None:
+            keys = len(self.key_fields)
+            united = UnitedRows(keys, tuple(rows.columns[keys:]), tuple(initial.rows.columns))
+            rows = initial.united_with(rows, self.key_fields)
+        return rows, _ProcessTask(self.program, self.run, self._late_rows(), united)
 
     def _initial(self, context: EpochContext) -> InitialState | None:
         """The initial state, in the first epoch of all; whoever runs that again begins with it again."""
@@ -128,7 +152,7 @@ class _ProcessTask:
     united: UnitedRows | None
 
     def __call__(
-        self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
+        self, batches: Sequence[pa.RecordBatch], state: StageState, epoch: TaskEpoch
     ) -> Iterable[pa.RecordBatch]:
         initial: list[pa.RecordBatch] = []
         if self.united is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from anabranch.core.eventtime import EventTime
+from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, Layout, Op, StageSpec
 from anabranch.engine.placement import PARTITION, place
 from anabranch.engine.stages import Clock, EpochContext
@@ -59,8 +61,17 @@ class SessionStage:
     def clock(self) -> Clock:
         return self.whole.clock
 
-    def project(self, rows: DataFrame) -> DataFrame:
+    @property
+    def output_delay_ms(self) -> int:
+        return 0
+
+    def numbered(self, number: StageNumber, name: str) -> Self:
+        whole = self.whole.numbered(number, name)
+        return replace(self, whole=whole, spec=replace(self.spec, number=number, name=name))
+
+    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
         """The stateless half. Each row is a session of its own; Spark leaves out those without a time or a length."""
+        del side
         projected = self.whole.project(rows)
         session = key_name(self.position)
         # As columns of their own they are without Spark's mark, by which it would unite sessions itself, late ones too.

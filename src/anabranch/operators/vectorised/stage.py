@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from pyspark import cloudpickle
 from pyspark.sql import Column, DataFrame
@@ -11,7 +12,9 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.errors import UnsupportedError
+from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec, VariableKind, VariableSpec
+from anabranch.engine.batches import Batch
 from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.tasks import run_in_tasks
@@ -37,7 +40,15 @@ class VectorisedStage:
     def clock(self) -> Clock:
         return Clock.NONE
 
-    def project(self, rows: DataFrame) -> DataFrame:
+    @property
+    def output_delay_ms(self) -> int:
+        return 0
+
+    def numbered(self, number: StageNumber, name: str) -> Self:
+        return replace(self, spec=replace(self.spec, number=number, name=name))
+
+    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
+        del side
         return with_keys(rows, self.key_columns, self.key_fields)
 
     def variant(self, context: EpochContext) -> str:
@@ -46,9 +57,19 @@ class VectorisedStage:
 
     def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
         del context
-        names = [key_name(i) for i in range(len(self.key_fields))]
-        task = VectorisedTask(self.spec, self.process, to_arrow_schema(self.output, timezone="UTC"), self.pandas)
-        return run_in_tasks(place(rows, names, access), access, task, self.output)
+        return run_in_tasks(place(rows, self._key_names, access), access, self._task, self.output)
+
+    def apply_to_batch(self, rows: DataFrame, batch: Batch) -> DataFrame:
+        """The result on all rows at once, without any state before."""
+        return batch.run(rows, self._key_names, self._task, self.output)
+
+    @property
+    def _key_names(self) -> list[str]:
+        return [key_name(i) for i in range(len(self.key_fields))]
+
+    @property
+    def _task(self) -> VectorisedTask:
+        return VectorisedTask(self.spec, self.process, to_arrow_schema(self.output, timezone="UTC"), self.pandas)
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
         """The state with its key; the hash is ours alone."""

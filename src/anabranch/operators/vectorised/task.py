@@ -16,8 +16,8 @@ from anabranch.core.errors import EpochError
 from anabranch.core.schemas import INDEX, Op, StageSpec
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.operators.process.grouping import Groups, group_rows
+from anabranch.operators.state import StageState
 from anabranch.operators.usercode import user_traceback
-from anabranch.wire.routed import RoutedState
 
 #: The state variable of a vectorised processor.
 VARIABLE = "state"
@@ -45,7 +45,7 @@ class VectorisedTask:
     pandas: bool
 
     def __call__(
-        self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
+        self, batches: Sequence[pa.RecordBatch], state: StageState, epoch: TaskEpoch
     ) -> Iterator[pa.RecordBatch]:
         del epoch
         groups = group_rows(batches, self.spec.key)

@@ -1,0 +1,68 @@
+"""A stateful stage on a batch: all rows of a key at once, no state before them, and none that is kept after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
+
+from anabranch.core.schemas import HASH, StageSpec
+from anabranch.engine import pythonworker
+from anabranch.engine.stages import EpochContext
+from anabranch.engine.taskepoch import TaskEpoch
+from anabranch.wire.routed import Answers, Expiry
+
+#: What a stage's plan may depend on: a batch is the first epoch, and the only one.
+ONLY_EPOCH = EpochContext(epoch=0, previous_rows=None, previous_changes=0, complete=False)
+#: What Spark tells user code where there is no watermark: batches have none.
+_NO_WATERMARK_MS = -1
+
+
+class NoState:
+    """What a task finds in the state, which is nothing, and where its changes go, which is nowhere."""
+
+    def __init__(self, stage: StageSpec) -> None:
+        self._stage = stage
+
+    def read(self, keys: pa.Table) -> Mapping[str, pa.Table]:
+        del keys
+        return {name: layout.answers.empty_table() for name, layout in self._stage.layouts.items()}
+
+    def ask(self, keys: pa.Table, *, rest: bool = False, expiries: Sequence[Expiry] = ()) -> Answers:
+        del rest
+        expired = {each.variable: self._stage.layouts[each.variable].rows.empty_table() for each in expiries}
+        return Answers(found=dict(self.read(keys)), rest={}, expired=expired)
+
+    def write(self, changes: Mapping[str, pa.Table]) -> None:
+        """A task reads once, before it writes: what it writes, nobody asks for again."""
+
+
+#: What a stage does with the rows of a partition: as in an epoch.
+BatchTask = Callable[[Sequence[pa.RecordBatch], NoState, TaskEpoch], Iterable[pa.RecordBatch]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Runs the tasks of one stage on a batch."""
+
+    stage: StageSpec
+    #: The number of partitions; None to leave it to Spark, which goes by the size of the rows.
+    parallelism: int | None
+    processing_time_ms: int
+
+    def run(self, rows: DataFrame, key_names: Sequence[str], task: BatchTask, schema: StructType) -> DataFrame:
+        """The result of `task` on each partition of projected rows; those of a key are in one."""
+        hashed = rows.select(F.xxhash64(*key_names).alias(HASH), "*")
+        placed = hashed.repartition(HASH) if self.parallelism is None else hashed.repartition(self.parallelism, HASH)
+        stage = self.stage
+        only = TaskEpoch(epoch=0, run=0, processing_time_ms=self.processing_time_ms, watermark_ms=_NO_WATERMARK_MS)
+
+        def body(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            pythonworker.tune()
+            yield from task([batch for batch in batches if batch.num_rows], NoState(stage), only)
+
+        return placed.mapInArrow(body, schema)
