@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from anabranch.core.eventtime import EventTime
+from anabranch.core.eventtime import FIRST_TIME, EventTime
 from anabranch.core.schemas import OP, Op
 from anabranch.worker.codec import Encoded, take
 from anabranch.worker.layer import Layer
@@ -27,7 +27,6 @@ from anabranch.worker.table import RowTable
 
 Times = npt.NDArray[np.int64]
 
-_MIN = np.iinfo(np.int64).min
 #: Entries that are looked up at a time, when they are checked against the store.
 _CHECKED_ROWS = 1 << 15
 #: So many entries may have lost their rows before it is worth looking for them.
@@ -41,12 +40,9 @@ class LayerTimes:
     times: Times
     positions: npt.NDArray[np.intp]
 
-    def between(self, after: int | None, up_to: int) -> npt.NDArray[np.intp]:
-        """The changes with times up to this one, and after another."""
-        chosen = self.times <= up_to
-        if after is not None:
-            chosen &= self.times > after
-        return self.positions[chosen]
+    def between(self, since: int, up_to: int) -> npt.NDArray[np.intp]:
+        """The changes with a time from one to another."""
+        return self.positions[(self.times >= since) & (self.times <= up_to)]
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ class DueIndex:
         self._entries_at_least = _STALE_MIN
         self._asking = threading.Lock()
         #: By key group: up to when it was asked for since the last tidying.
-        self._asked = np.full(shape.key_groups, _MIN, dtype=np.int64)
+        self._asked = np.full(shape.key_groups, FIRST_TIME, dtype=np.int64)
 
     def __len__(self) -> int:
         return sum(map(len, self._runs))
@@ -178,21 +174,19 @@ class DueIndex:
 
     # ---------------------------------------------------------------------------------------------- finding
 
-    def candidates(
-        self, layers: Collection[Layer], groups: Collection[int], up_to: int, after: int | None = None
-    ) -> Keys:
-        """The keys of some groups that may have rows due up to a time, and after another. None of them twice."""
+    def candidates(self, layers: Collection[Layer], groups: Collection[int], since: int, up_to: int) -> Keys:
+        """The keys of some groups that may have rows with a time from one to another. None of them twice."""
         wanted = self._shape.chosen(groups)
         parts = []
         for run in self._runs:
-            start = 0 if after is None else int(np.searchsorted(run.times, after, side="right"))
+            start = int(np.searchsorted(run.times, since, side="left"))
             end = int(np.searchsorted(run.times, up_to, side="right"))
             mine = np.flatnonzero(wanted[self._shape.groups_of(run.hashes[start:end])])
             if len(mine):
                 parts.append(run.keys_of(mine + start))
         for layer in layers:
             if layer.times is not None:
-                at = layer.times.between(after, up_to)
+                at = layer.times.between(since, up_to)
                 parts.append(layer.changes.keys_of(at[wanted[self._shape.groups_of(layer.changes.hashes[at])]]))
         with self._asking:
             self._asked[wanted] = np.maximum(self._asked[wanted], up_to)
@@ -211,14 +205,14 @@ class DueIndex:
     def tidy(self, store: Store) -> None:
         """Let go of entries that came up and whose rows are gone; of all such entries, if there are too many."""
         with self._asking:
-            asked, self._asked = self._asked, np.full(self._shape.key_groups, _MIN, dtype=np.int64)
+            asked, self._asked = self._asked, np.full(self._shape.key_groups, FIRST_TIME, dtype=np.int64)
         before = self._runs
         entries = sum(map(len, before))
         # A row has one entry that counts.
         if entries > self._entries_at_least and entries > 2 * store.rows() + _STALE_MIN:
             after = [self._live(Run.merged(before).without_twins(), store)]
             self._entries_at_least = 2 * len(after[0]) + _STALE_MIN
-        elif (top := int(asked.max())) > _MIN:
+        elif (top := int(asked.max())) > FIRST_TIME:
             after = [part for run in before for part in self._without_gone(run, asked, top, store)]
         else:
             return
@@ -252,7 +246,7 @@ class DueIndex:
             found = store.read(keys)
             times = self._decoded(take(keys.keys, found.index), found.subkeys, found.values)
             at = found.index + start
-            same = times.fill_null(_MIN).to_numpy(zero_copy_only=False) == run.times[at]
+            same = times.fill_null(0).to_numpy(zero_copy_only=False) == run.times[at]
             live[at[same & times.is_valid().to_numpy(zero_copy_only=False)]] = True
         return run.chosen(live)
 

@@ -34,6 +34,8 @@ from anabranch.worker.stores.redis import RedisStore
 _NOW = 1 << 62
 #: It pays to bring the keys of the last epoch first, if so many of them come again in the next one.
 _REPETITION_MIN = 0.3
+#: Of an answer that comes in pieces.
+_BATCH_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -164,12 +166,12 @@ class JobState:
         """Rows that are due."""
         variable = request.stage, expiry.variable
         state = self.variable(*variable)
-        groups = frozenset(request.groups)
+        groups, event_time = frozenset(request.groups), EventTime(expiry.column, expiry.field)
         if expiry.whole:
-            self.holdings.complete(variable, groups)
+            self.holdings.fetch_due(variable, groups, event_time, expiry.up_to)
         else:
             groups -= self.holdings.pending(variable)
-        return state.due(epoch, groups, EventTime(expiry.column, expiry.field), expiry.up_to)
+        return state.due(epoch, groups, event_time, expiry.up_to)
 
     def checked_changes(self, stage: int, tables: Tables) -> Tables:
         """Changes that may be staged: of the declared columns, and of keys that are here."""
@@ -208,6 +210,16 @@ class JobState:
         # Once more: if they were dropped meanwhile, they are missing here, but exist.
         self.holdings.check_frozen(request.groups, request.as_of)
         return state.layout.rows, rows
+
+    def fetch_due(self, request: messages.FetchDue) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        """All entries of keys of frozen key groups that have a row which is due."""
+        state, variable = self.variable(request.stage, request.variable), (request.stage, request.variable)
+        event_time = EventTime(request.column, request.field)
+        self.holdings.fetch_due_frozen(variable, request.groups, event_time, request.up_to, request.as_of)
+        rows = state.due(_NOW, request.groups, event_time, request.up_to, since=request.since, whole_keys=True)
+        # Once more: if they were dropped meanwhile, they are missing here, but exist.
+        self.holdings.check_frozen(request.groups, request.as_of)
+        return state.layout.rows, iter(rows.to_batches(max_chunksize=_BATCH_ROWS))
 
     def _recent(self, variable: Variable, groups: Collection[int]) -> list[pa.RecordBatch]:
         """The rows of keys that the last epoch changed, if it pays to bring these first."""

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from anabranch.core.errors import EpochError
-from anabranch.core.eventtime import EventTime
+from anabranch.core.eventtime import FIRST_TIME, EventTime
 from anabranch.core.schemas import Layout, VariableKind
 from anabranch.worker.due import DueIndex
 from anabranch.worker.known import KnownKeys
@@ -143,16 +143,16 @@ class VariableState:
         event_time: EventTime,
         up_to: int,
         *,
-        after: int | None = None,
+        since: int = FIRST_TIME,
         whole_keys: bool = False,
     ) -> pa.Table:
         """The rows, ``layout.rows``, of these key groups as of an epoch whose time is not after another, in no order.
 
-        With ``after``, only of keys with a row that was not due by then; with ``whole_keys``, all rows of such keys.
+        With ``whole_keys``, all rows of all keys that have such a row, unless its time is before ``since``.
         """
         index = self._index_of(event_time)
         with self._reading(epoch) as layers:
-            keys = index.candidates(layers, groups, up_to, after)
+            keys = index.candidates(layers, groups, since, up_to)
             entries = read_through(keys, layers, self._store, self._shape)
         of = keys.take(entries.index)
         rows = pa.Table.from_batches(

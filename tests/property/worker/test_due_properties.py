@@ -108,17 +108,13 @@ class Timed:
     def ask_for_keys(self) -> None:
         """All rows of the keys that have something due."""
         up_to = self.draw(st.sampled_from(TIMES))
-        after = self.draw(st.none() | st.sampled_from(TIMES))
-        found = self.state.due(self.epoch, self.groups, self.event_time, up_to, after=after, whole_keys=True)
+        since = self.draw(st.sampled_from(TIMES))
+        found = self.state.due(self.epoch, self.groups, self.event_time, up_to, since=since, whole_keys=True)
         everything = pa.Table.from_batches(list(self.state.scan(self.epoch, self.groups)), schema=self.layout.rows)
         keys = self.layout.key.names
         times = self.event_time.of(everything).to_pylist()
         of_key = [str(row) for row in everything.select(keys).to_pylist()]
-        needed = {
-            key
-            for key, at in zip(of_key, times, strict=True)
-            if at is not None and at <= up_to and (after is None or at > after)
-        }
+        needed = {key for key, at in zip(of_key, times, strict=True) if at is not None and since <= at <= up_to}
         # Entries whose rows are gone may bring more keys, but never some of a key's rows.
         got = Counter(str(row) for row in found.select(keys).to_pylist())
         assert needed <= got.keys()

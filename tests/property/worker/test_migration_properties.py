@@ -18,12 +18,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from migrating_state import (
+    BY_VALUE,
     Change,
     Checkpoint,
     Frozen,
     Model,
     applied,
     changes_table,
+    due,
     group_of,
     hash_of,
     held,
@@ -125,6 +127,19 @@ class MigratingState(RuleBasedStateMachine):
         self.fetch(keys)
         expected = {key: self.model[key] for key in keys if key in self.model}
         assert looked_up(self.state, list(dict.fromkeys(keys)), self.epoch) == expected
+
+    @rule(data=st.data(), up_to=st.integers(0, 99))
+    def ask_what_is_due(self, data: st.DataObject, up_to: int) -> None:
+        groups = data.draw(st.sets(st.sampled_from(sorted(self.groups)))) if self.groups else set()
+        assert self.migration is not None
+        self.migration.fetch_due(sorted(groups), BY_VALUE, up_to)
+        expected = {
+            key: {subkey: value for subkey, value in entries.items() if value <= up_to}
+            for key, entries in self.model.items()
+            if group_of(key, GROUPS) in groups
+        }
+        found = due(self.state, groups, up_to, self.epoch)
+        assert found == {key: entries for key, entries in expected.items() if entries}
 
     def fetch(self, keys: list[str]) -> None:
         assert self.migration is not None
