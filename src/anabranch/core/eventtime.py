@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
+#: No time is before it, and none after the other.
+FIRST_TIME, LAST_TIME = -(2**63), 2**63 - 1
+
 
 @dataclass(frozen=True)
 class EventTime:

@@ -245,6 +245,19 @@ class FetchGroups(FetchKeys):
     recent: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class FetchDue(FetchKeys):
+    """From worker to worker: the entries of all keys with a row that is due, of key groups that are kept. A ticket."""
+
+    groups: list[int]
+    #: Where rows have their time, as in an Expiry.
+    column: str
+    field: str
+    #: The first and the last time that counts.
+    since: int
+    up_to: int
+
+
 def decode(kind: str, header: dict[str, Any]) -> Request:
     """Make a request from what came over the network, or say what is wrong with it."""
     request_class = Request.kinds.get(kind)

@@ -37,7 +37,7 @@ class Expiry:
     column: str
     field: str
     up_to: int
-    #: Whether key groups of which some state is still on its way are waited for. Else their rows are found later.
+    #: Whether rows of key groups of which some state is still on its way are brought now. Else they are found later.
     whole: bool = True
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
 from anabranch.worker.known import KnownKeys
 from anabranch.worker.layers import VariableState
@@ -95,6 +96,14 @@ class Adoption:
                 self.brought.note_fetched(self._bring(Selection(self._pending, wanted)))
                 self._fetched[slots] = True
 
+    def fetch_due(self, groups: Collection[int], event_time: EventTime, up_to: int) -> None:
+        """Bring the state of all keys of these key groups that have a row which is due, as far as it is not there."""
+        chosen = self._chosen(groups)
+        if chosen.any():
+            with self._bringing:
+                due = self._origin.due(chosen, event_time, up_to)
+            self.fetch(due)
+
     def prefetch(self) -> None:
         """Files do not tell which keys will be needed next."""
 
@@ -103,9 +112,7 @@ class Adoption:
         if not self._pending[list(groups)].any():
             return
         with self._bringing:
-            chosen = np.zeros(len(self._pending), dtype=np.bool_)
-            chosen[list(groups)] = True
-            chosen &= self._pending
+            chosen = self._chosen(groups)
             if chosen.any():
                 self.brought.note_drained(self._bring(Selection(chosen, ~self._fetched)))
                 self._pending &= ~chosen
@@ -119,6 +126,12 @@ class Adoption:
         """These key groups belong to somebody else now."""
         with self._bringing:
             self._pending[list(groups)] = False
+
+    def _chosen(self, groups: Collection[int]) -> Flags:
+        """Those of the key groups that have not arrived completely."""
+        chosen: Flags = np.zeros(len(self._pending), dtype=np.bool_)
+        chosen[list(groups)] = True
+        return chosen & self._pending
 
     def _missing(self, hashes: Hashes) -> npt.NDArray[np.int64]:
         if not self._pending.any():

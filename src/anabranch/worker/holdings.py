@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anabranch.core.errors import WorkerError
+from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
 from anabranch.worker.adoption import Adoption, Brought
 from anabranch.worker.drain import Drain
@@ -125,10 +126,24 @@ class Holdings:
         for each in self._arriving.get(variable, ()):
             each.fetch(hashes, keys)
 
+    def fetch_due(self, variable: Variable, groups: Collection[int], event_time: EventTime, up_to: int) -> None:
+        """Make sure that all keys of these key groups which have a row that is due are here."""
+        self._check_held(groups)
+        for each in self._arriving.get(variable, ()):
+            each.fetch_due(groups, event_time, up_to)
+
+    def fetch_due_frozen(
+        self, variable: Variable, groups: Collection[int], event_time: EventTime, up_to: int, as_of: int
+    ) -> None:
+        """The same, for a new owner of these groups."""
+        self.check_frozen(groups, as_of)
+        for each in self._arriving.get(variable, ()):
+            each.fetch_due(groups, event_time, up_to)
+
     def complete(self, variable: Variable, groups: Collection[int] | None = None) -> None:
         """Make sure that these key groups (None: all) are here as a whole."""
-        if groups is not None and not self._held[list(groups)].all():
-            raise WorkerError("Some key groups are not held by this worker. The task has an old route: run it again.")
+        if groups is not None:
+            self._check_held(groups)
         for each in self._arriving.get(variable, ()):
             each.drain(each.pending if groups is None else groups)
 
@@ -216,6 +231,10 @@ class Holdings:
         for group in groups:
             if self._frozen.get(group) != as_of:
                 raise WorkerError(f"Key group {group} as of epoch {as_of} is not here. Take it from the checkpoint.")
+
+    def _check_held(self, groups: Collection[int]) -> None:
+        if not self._held[list(groups)].all():
+            raise WorkerError("Some key groups are not held by this worker. The task has an old route: run it again.")
 
     def _all(self) -> list[Adoption | Migration]:
         return [each for of_variable in self._arriving.values() for each in of_variable]

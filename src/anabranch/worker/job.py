@@ -213,9 +213,16 @@ class WorkerJob:
     def fetch_keys(self, request: messages.FetchKeys, tables: Tables) -> Tables:
         return self._state_for(request).fetch_keys(request, _keys(tables))
 
-    def scan(self, request: messages.Scan | messages.FetchGroups) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    def scan(
+        self, request: messages.Scan | messages.FetchGroups | messages.FetchDue
+    ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         state = self._state_for(request)
-        return state.scan(request) if isinstance(request, messages.Scan) else state.fetch_groups(request)
+        match request:
+            case messages.Scan():
+                return state.scan(request)
+            case messages.FetchDue():
+                return state.fetch_due(request)
+        return state.fetch_groups(request)
 
     @property
     def is_idle(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,6 @@ from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.wire import messages
 from anabranch.wire.routed import EXPIRED, REST, Expiry
-from anabranch.worker.expiry import ExpiryIndex
 from anabranch.worker.holdings import Holdings, Sources, Variable
 from anabranch.worker.layers import VariableState
 from anabranch.worker.origins import CheckpointOrigin
@@ -36,6 +34,8 @@ from anabranch.worker.stores.redis import RedisStore
 _NOW = 1 << 62
 #: It pays to bring the keys of the last epoch first, if so many of them come again in the next one.
 _REPETITION_MIN = 0.3
+#: Of an answer that comes in pieces.
+_BATCH_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class JobState:
     def __init__(self, shape: JobShape, stores: StoreOptions, job: str) -> None:
         self.shape = shape
         self.storage = Storage(shape.checkpoint)
-        self._lock = threading.Lock()
         self._states: dict[Variable, VariableState] = {}
         opened: dict[Variable, Store] = {}
         for spec in shape.stages.values():
@@ -64,8 +63,6 @@ class JobState:
         #: What the last epoch changed, and whether epochs tend to change the same keys again.
         self._latest: dict[Variable, pa.Table] = {}
         self._repetitions = {variable: Repetition() for variable in self._states}
-        #: For stages whose keys expire, made when they first ask.
-        self._expiries: dict[Variable, ExpiryIndex] = {}
         self.holdings = Holdings(self._states, shape.key_groups)
         remote = [store for store in opened.values() if isinstance(store, RedisStore)]
         #: Only if the job's state is in a store that workers share.
@@ -117,9 +114,8 @@ class JobState:
             self._shared.forget(self.holdings.groups - set(request.groups))
         sources = Sources(from_checkpoint, peers if self._shared is None else {}, shared)
         adopted, left = self.holdings.assign(request.groups, sources, freeze_as_of=freeze_as_of)
-        if adopted or left:
-            with self._lock:
-                self._expiries = {}
+        for state in self._states.values() if shared else ():
+            state.expect_unnoticed(shared)
         if not peers:
             self.holdings.start_drain()
         return {"adopted": len(adopted), "dropped": len(left)}
@@ -133,15 +129,11 @@ class JobState:
                 changes = state.layout.changes.empty_table()
             self._repetitions[variable].note(changes.column(HASH).to_numpy())
             self._latest[variable] = changes
-            if (expiry := self._expiries.get(variable)) is not None:
-                expiry.note(changes)
             state.add_layer(epoch, changes)
 
     def drop_layers_after(self, epoch: int) -> None:
         for state in self._states.values():
             state.drop_layers_after(epoch)
-        with self._lock:
-            self._expiries = {}
 
     def fold(self, up_to: int) -> None:
         for state in self._states.values():
@@ -171,22 +163,15 @@ class JobState:
         return answers
 
     def _expired(self, expiry: Expiry, request: messages.Read, epoch: int) -> pa.Table:
-        """Rows that are due. Only groups that may have such rows are scanned."""
+        """Rows that are due."""
         variable = request.stage, expiry.variable
         state = self.variable(*variable)
+        groups, event_time = frozenset(request.groups), EventTime(expiry.column, expiry.field)
         if expiry.whole:
-            self.holdings.complete(variable, request.groups)
-        event_time = EventTime(expiry.column, expiry.field)
-        with self._lock:
-            index = self._expiries.get(variable)
-            if index is None or index.event_time != event_time:
-                index = self._expiries[variable] = ExpiryIndex(event_time, self.shape.key_groups)
-            here = frozenset(request.groups) - self.holdings.pending(variable)
-            groups = index.candidates(here, expiry.up_to)
-        batches = list(state.scan(epoch, groups)) if groups else []
-        with self._lock:
-            expired = index.split(batches, groups, expiry.up_to)
-        return pa.Table.from_batches(expired, schema=state.layout.rows)
+            self.holdings.fetch_due(variable, groups, event_time, expiry.up_to)
+        else:
+            groups -= self.holdings.pending(variable)
+        return state.due(epoch, groups, event_time, expiry.up_to)
 
     def checked_changes(self, stage: int, tables: Tables) -> Tables:
         """Changes that may be staged: of the declared columns, and of keys that are here."""
@@ -225,6 +210,16 @@ class JobState:
         # Once more: if they were dropped meanwhile, they are missing here, but exist.
         self.holdings.check_frozen(request.groups, request.as_of)
         return state.layout.rows, rows
+
+    def fetch_due(self, request: messages.FetchDue) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+        """All entries of keys of frozen key groups that have a row which is due."""
+        state, variable = self.variable(request.stage, request.variable), (request.stage, request.variable)
+        event_time = EventTime(request.column, request.field)
+        self.holdings.fetch_due_frozen(variable, request.groups, event_time, request.up_to, request.as_of)
+        rows = state.due(_NOW, request.groups, event_time, request.up_to, since=request.since, whole_keys=True)
+        # Once more: if they were dropped meanwhile, they are missing here, but exist.
+        self.holdings.check_frozen(request.groups, request.as_of)
+        return state.layout.rows, iter(rows.to_batches(max_chunksize=_BATCH_ROWS))
 
     def _recent(self, variable: Variable, groups: Collection[int]) -> list[pa.RecordBatch]:
         """The rows of keys that the last epoch changed, if it pays to bring these first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from anabranch.worker.codec import hashes_of, take
 from anabranch.worker.index import RowNumbers
 from anabranch.worker.rows import Changes, Entries, Keys, Shape
 from anabranch.worker.table import RowTable
+
+if TYPE_CHECKING:
+    from anabranch.worker.due import LayerTimes
 
 _ODD = np.int64(0x2545F4914F6CDD1D)
 
@@ -25,13 +28,15 @@ class Readable(Protocol):
 
 
 class Layer(ABC):
-    """The changes of one epoch. It never changes, so any number of threads may read it."""
+    """The changes of one epoch. They never change, so any number of threads may read them."""
 
     def __init__(self, epoch: int, changes: Changes, shape: Shape) -> None:
         self.epoch = epoch
         self.changes = changes
         #: How many entries more there are because of it: an estimate, until the layer is folded.
         self.growth = int(np.sum(changes.ops == Op.PUT)) - int(np.sum(changes.ops == Op.DELETE))
+        #: When the rows that it puts are due, if anybody wants to know.
+        self.times: LayerTimes | None = None
         self._table = RowTable(shape.key_width, 0)
         self._table.reserve(len(changes))
         rows = self._table.put(changes.hashes, changes.keys)

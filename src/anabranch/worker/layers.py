@@ -16,7 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from anabranch.core.errors import EpochError
+from anabranch.core.eventtime import FIRST_TIME, EventTime
 from anabranch.core.schemas import Layout, VariableKind
+from anabranch.worker.due import DueIndex
 from anabranch.worker.known import KnownKeys
 from anabranch.worker.layer import Layer, ValueLayer, make_layer, read_through
 from anabranch.worker.rows import Entries, Keys, Rows, VariableCodec
@@ -43,6 +45,8 @@ class VariableState:
         self._oldest: int | None = None
         #: The epochs that are being read now, each by how many.
         self._readers: Counter[int] = Counter()
+        #: When rows are due, since somebody first asked.
+        self._due: DueIndex | None = None
         #: Held while layers are merged into the store, or the store loses key groups.
         self._folding = threading.Lock()
 
@@ -74,8 +78,13 @@ class VariableState:
         layer = make_layer(epoch, self._codec.encode_changes(changes), self._shape)
         if isinstance(layer, ValueLayer):
             layer.growth = self._growth_of(layer)
+        due = self._due
+        if due is not None:
+            layer.times = due.of_table(changes)
         with self._changed:
             self._check_new(epoch)
+            if self._due is not None and self._due is not due:
+                layer.times = self._due.of_encoded(layer.changes)
             self._layers = (*self._layers, layer)
 
     def drop_layers_after(self, epoch: int) -> None:
@@ -99,8 +108,16 @@ class VariableState:
                 self._changed.wait_for(lambda: not any(epoch < oldest for epoch in self._readers))
             for layer in folding:
                 self._store.apply(layer.changes)
+                # Before the layer goes: an entry too many is harmless. (An index that is made meanwhile finds the rows
+                # in the store.)
+                with self._changed:
+                    due, times = self._due, layer.times
+                if due is not None and times is not None:
+                    due.add(times, layer.changes)
                 with self._changed:
                     self._layers = tuple(kept for kept in self._layers if kept is not layer)
+            if (due := self._due) is not None:
+                due.tidy(self._store)
 
     def scan(
         self, epoch: int, groups: Collection[int] | None = None, without: pa.Table | None = None
@@ -119,13 +136,52 @@ class VariableState:
             below = self._store.snapshot(groups)
         return self._batches(changed, entries, below, seen)
 
+    def due(
+        self,
+        epoch: int,
+        groups: Collection[int],
+        event_time: EventTime,
+        up_to: int,
+        *,
+        since: int = FIRST_TIME,
+        whole_keys: bool = False,
+    ) -> pa.Table:
+        """The rows, ``layout.rows``, of these key groups as of an epoch whose time is not after another, in no order.
+
+        With ``whole_keys``, all rows of all keys that have such a row, unless its time is before ``since``.
+        """
+        index = self._index_of(event_time)
+        with self._reading(epoch) as layers:
+            keys = index.candidates(layers, groups, since, up_to)
+            entries = read_through(keys, layers, self._store, self._shape)
+        of = keys.take(entries.index)
+        rows = pa.Table.from_batches(
+            [self._codec.decode_rows(Rows(of.hashes, of.keys, entries.subkeys, entries.values))]
+        )
+        return rows if whole_keys else rows.filter(event_time.is_over(rows, up_to))
+
+    def expect_unnoticed(self, groups: Collection[int]) -> None:
+        """These key groups are in the store from now on, without having been loaded."""
+        if (due := self._due) is not None:
+            due.uncover(groups)
+
+    def forget_due(self, groups: Collection[int]) -> None:
+        """These key groups are about to go from the store."""
+        with self._folding:
+            if (due := self._due) is not None:
+                due.drop(groups)
+
     def known_keys(self) -> KnownKeys:
         """An empty set of keys of this variable."""
         return KnownKeys(self._codec, self._shape)
 
     def load(self, changes: pa.Table) -> None:
         """Restore: apply changes straight to the store, below all layers."""
-        self._store.apply(self._codec.encode_changes(changes))
+        encoded = self._codec.encode_changes(changes)
+        self._store.apply(encoded)
+        # Now that the rows are there: who tidies up would take entries without rows for old ones.
+        if (due := self._due) is not None:
+            due.add(due.of_table(changes), encoded)
 
     def drop_groups(self, groups: Collection[int]) -> None:
         """Forget these key groups, in every epoch."""
@@ -133,7 +189,12 @@ class VariableState:
         with self._folding:
             kept = {layer: layer.without(dropped, self._shape) for layer in self._layers}
             with self._changed:
+                if (due := self._due) is not None:
+                    for layer in kept.values():
+                        layer.times = due.of_encoded(layer.changes)
                 self._layers = tuple(kept.get(layer, layer) for layer in self._layers)
+            if due is not None:
+                due.drop(groups)
             self._store.drop_groups(groups)
 
     def rows(self, without: Collection[int] = ()) -> int:
@@ -151,7 +212,8 @@ class VariableState:
         """The memory or disk space held."""
         with self._changed:
             layers = self._layers
-        return self._store.size_bytes() + sum(layer.size_bytes for layer in layers)
+        index_bytes = self._due.nbytes if self._due is not None else 0
+        return self._store.size_bytes() + index_bytes + sum(layer.size_bytes for layer in layers)
 
     def close(self) -> None:
         """Let go of everything, files included: they are only a cache of the checkpoint."""
@@ -198,6 +260,23 @@ class VariableState:
                 if not self._readers[epoch]:
                     del self._readers[epoch]
                 self._changed.notify_all()
+
+    def _index_of(self, event_time: EventTime) -> DueIndex:
+        """The index of this time, which knows of all rows from now on."""
+        with self._changed:
+            if self._due is None or self._due.event_time != event_time:
+                self._due = DueIndex(event_time, self._codec, self._shape)
+                for layer in self._layers:
+                    layer.times = self._due.of_encoded(layer.changes)
+            index = self._due
+        if index.uncovered():
+            with self._folding:
+                # Another thread may have covered them meanwhile.
+                missing = index.uncovered()
+                if missing:
+                    everything = len(missing) == self._shape.key_groups
+                    index.cover(missing, self._store.snapshot(None if everything else missing))
+        return index
 
     def _by_position(self, entries: Entries) -> Entries:
         """Lists in the order of their positions, which no store promises."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from anabranch.core.errors import AnabranchError
+from anabranch.core.eventtime import FIRST_TIME, LAST_TIME, EventTime
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH
 from anabranch.worker.adoption import Adoption, Brought, MakeOrigin
@@ -33,6 +35,9 @@ class FrozenSource(Protocol):
 
     def fetch(self, keys: Any) -> Iterator[pa.Table]:
         """All entries of these keys, as changes. A key without any does not exist."""
+
+    def due(self, groups: Collection[int], event_time: EventTime, since: int, up_to: int) -> Iterator[pa.Table]:
+        """The same of all keys of these key groups that have a row with a time from one to another."""
 
     def recent(self, groups: Collection[int]) -> Iterator[pa.Table]:
         """The same of those keys that are likely to be needed next, or nothing if that is not known."""
@@ -60,6 +65,9 @@ class Migration:
         self._pending[list(groups)] = True
         self._known = state.known_keys()
         self._is_prefetched = False
+        #: By key group: the first time of which due rows have not been asked for; and where rows have that time.
+        self._due_since: npt.NDArray[np.int64] = np.full(key_groups, FIRST_TIME, dtype=np.int64)
+        self._due_by: EventTime | None = None
         #: Held while keys are fetched, so that no two threads fetch the same.
         self._fetching = threading.Lock()
         #: Held while rows are loaded. Whether their group is still pending is asked anew: if it is not, they are here,
@@ -95,6 +103,24 @@ class Migration:
         if self._from_checkpoint is not None:
             self._from_checkpoint.fetch(hashes)
 
+    def fetch_due(self, groups: Collection[int], event_time: EventTime, up_to: int) -> None:
+        """Bring the state of all keys of these key groups that have a row which is due, as far as it is not there."""
+        with self._fetching:
+            if self._due_by != event_time:
+                self._due_by, self._due_since[:] = event_time, FIRST_TIME
+            chosen = [group for group in groups if self._pending[group] and self._due_since[group] <= up_to]
+            if chosen and self._from_checkpoint is None:
+                since = int(self._due_since[chosen].min())
+                try:
+                    parts = list(self._source.due(chosen, event_time, since, up_to))
+                except AnabranchError as error:
+                    self._fall_back(error)
+                else:
+                    self._load_whole(parts, self.brought.note_fetched)
+                    self._due_since[chosen] = min(up_to + 1, LAST_TIME)
+        if self._from_checkpoint is not None:
+            self._from_checkpoint.fetch_due(groups, event_time, up_to)
+
     def prefetch(self) -> None:
         """Bring, once, the keys that the last epoch changed, if these are likely to be needed in the next one."""
         pending = self.pending
@@ -106,14 +132,7 @@ class Migration:
         except AnabranchError as error:
             self._fall_back(error)
             return
-        with self._loading:
-            if self._from_checkpoint is None:
-                rows = [self._known.without(self._still_pending(part)) for part in parts]
-                for part in rows:
-                    self._state.load(part)
-                for part in rows:
-                    self._known.add(part)
-                self.brought.note_drained(rows)
+        self._load_whole(parts, self.brought.note_drained)
 
     def drain(self, groups: Collection[int]) -> None:
         """Bring all that is missing of these key groups."""
@@ -153,6 +172,18 @@ class Migration:
                 self._state.load(part)
             self._known.add(keys)
             self.brought.note_fetched(loaded)
+
+    def _load_whole(self, parts: list[pa.Table], note: Callable[[list[pa.Table]], None]) -> None:
+        """Load all entries of keys that nobody asked for by name; from now on they are known."""
+        with self._loading:
+            if self._from_checkpoint is not None:
+                return  # as below
+            rows = [self._known.without(self._still_pending(part)) for part in parts]
+            for part in rows:
+                self._state.load(part)
+            for part in rows:
+                self._known.add(part)
+            note(rows)
 
     def _load_drained(self, part: pa.Table) -> None:
         for start in range(0, len(part), _ROWS_PER_LOAD):

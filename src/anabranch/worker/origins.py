@@ -14,6 +14,7 @@ from anabranch.checkpoint.changes import read_changes
 from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.snapshots import SnapshotFile, read_snapshot_rows
 from anabranch.checkpoint.storage import Storage
+from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, Layout
 from anabranch.worker.peers import as_puts
@@ -56,6 +57,9 @@ class Origin(Protocol):
     def select(self, selection: Selection) -> Iterator[pa.Table]:
         """The state of some keys as changes, ``layout.changes``, to be applied one after the other."""
 
+    def due(self, groups: Flags, event_time: EventTime, up_to: int) -> Hashes:
+        """The hashes of all keys of some key groups that have a row which is due, and perhaps of others."""
+
 
 class CheckpointOrigin:
     """A snapshot and the change files after it."""
@@ -85,6 +89,16 @@ class CheckpointOrigin:
             rows = selection.rows(hashes)
             if len(rows):
                 yield table if len(rows) == len(table) else table.take(pa.array(rows))
+
+    def due(self, groups: Flags, event_time: EventTime, up_to: int) -> Hashes:
+        # Rows may have changed in a later file; finding that out would cost more than bringing them.
+        found = []
+        for file in self._files:
+            table, hashes = self._load(file)
+            over = event_time.is_over(table, up_to).to_numpy(zero_copy_only=False)
+            over &= groups[key_groups_of(hashes, len(groups))]
+            found.append(hashes[over])
+        return np.unique(np.concatenate(found)) if found else np.empty(0, dtype=np.int64)
 
     def _load(self, file: SnapshotFile | ChangeFile) -> tuple[pa.Table, Hashes]:
         kept = self._kept.get(file.path)

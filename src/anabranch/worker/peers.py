@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from anabranch.core.eventtime import EventTime
 from anabranch.core.schemas import INDEX, Layout, Op
 from anabranch.wire.client import WorkerClient, connections
-from anabranch.wire.messages import KEYS, FetchGroups, FetchKeys
+from anabranch.wire.messages import KEYS, FetchDue, FetchGroups, FetchKeys
 
 #: The name of the one table of the answer to FetchKeys.
 ENTRIES = "entries"
@@ -58,11 +59,24 @@ class PeerOrigin:
         """All rows of these key groups, as changes, in bounded pieces."""
         yield from self._rows(FetchGroups(**self._numbers, groups=sorted(groups)))
 
+    def due(self, groups: Collection[int], event_time: EventTime, since: int, up_to: int) -> Iterator[pa.Table]:
+        """All entries of all keys of these key groups that have a row with a time from one to another, as changes."""
+        yield from self._rows(
+            FetchDue(
+                **self._numbers,
+                groups=sorted(groups),
+                column=event_time.column,
+                field=event_time.field,
+                since=since,
+                up_to=up_to,
+            )
+        )
+
     def recent(self, groups: Collection[int]) -> Iterator[pa.Table]:
         """The rows of keys that are likely to be needed next, as changes."""
         yield from self._rows(FetchGroups(**self._numbers, groups=sorted(groups), recent=True))
 
-    def _rows(self, request: FetchGroups) -> Iterator[pa.Table]:
+    def _rows(self, request: FetchGroups | FetchDue) -> Iterator[pa.Table]:
         for batch in self._client().stream(request):
             yield as_puts(pa.Table.from_batches([batch]), self._layout)
 

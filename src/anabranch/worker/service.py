@@ -105,7 +105,7 @@ class StateService(flight.FlightServerBase):  # type: ignore[misc]
             raise WorkerError("The ticket cannot be read. Run the same version of anabranch everywhere.") from None
         request = messages.decode(kind, document)
         self._authorise(request)
-        if not isinstance(request, messages.Scan | messages.FetchGroups):
+        if not isinstance(request, messages.Scan | messages.FetchGroups | messages.FetchDue):
             raise WorkerError(f"{kind!r} is not a ticket. Only scans are.")
         return self._job(request).scan(request)
 

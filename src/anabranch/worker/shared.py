@@ -32,6 +32,7 @@ class SharedState:
         """Leave these key groups to others, as of an epoch; answers where they are: {"incarnation", "groups"}."""
         for state in self._states:
             state.fold(epoch)
+            state.forget_due(groups)
         for store in self._stores:
             store.hand_over(groups)
         by_incarnation: dict[str, list[int]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from anabranch.checkpoint.changes import write_changes
 from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import LostWorkerError
+from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, Layout, Op, VariableKind, VariableSpec
@@ -24,6 +25,8 @@ from anabranch.worker.peers import as_puts, entries_of
 
 #: Newer than any epoch.
 NOW = 1 << 62
+#: As if the values were times.
+BY_VALUE = EventTime("n", "")
 #: Of each key the entries: value by sub-key, None being the sub-key of a value variable.
 Model = dict[str, dict[int | None, int]]
 #: A change: what is done, to which key, which sub-key, and the value.
@@ -91,6 +94,16 @@ def looked_up(state: VariableState, keys: list[str], epoch: int = NOW) -> Model:
     return found
 
 
+def due(state: VariableState, groups: Collection[int], up_to: int, epoch: int = NOW) -> Model:
+    """The entries of these key groups whose value is not above a number."""
+    found: Model = {}
+    for row in state.due(epoch, groups, BY_VALUE, up_to).to_pylist():
+        entries = found.setdefault(row["k"], {})
+        assert _subkey_of(row) not in entries
+        entries[_subkey_of(row)] = row["n"]
+    return found
+
+
 def _subkey_of(row: dict[str, Any]) -> int | None:
     subkey: int | None = row.get("_position", row.get("m"))
     return subkey
@@ -108,6 +121,8 @@ class Frozen:
         self.pieces_left: int | None = None
         self.fetched_keys: list[str] = []
         self.scanned_groups: list[int] = []
+        #: Key groups, and from when to when.
+        self.asked_for_due: list[tuple[list[int], int, int]] = []
         #: Called before each piece of a scan is sent.
         self.on_piece: Callable[[], None] = lambda: None
 
@@ -120,12 +135,23 @@ class Frozen:
         answers = pa.Table.from_batches([self._state.read(wanted, NOW)])
         yield as_puts(entries_of(wanted, answers), self._state.layout)
 
+    def due(self, groups: Collection[int], event_time: EventTime, since: int, up_to: int) -> Iterator[pa.Table]:
+        self._check()
+        self.asked_for_due.append((sorted(groups), since, up_to))
+        if self._before is not None:
+            self._before.fetch_due(groups, event_time, up_to)
+        rows = self._state.due(NOW, groups, event_time, up_to, since=since, whole_keys=True)
+        yield from self._pieces(rows.to_batches())
+
     def scan(self, groups: Collection[int]) -> Iterator[pa.Table]:
         self._check()
         self.scanned_groups += groups
         if self._before is not None:
             self._before.drain(groups)
-        for batch in self._state.scan(NOW, groups):
+        yield from self._pieces(self._state.scan(NOW, groups))
+
+    def _pieces(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+        for batch in batches:
             for start in range(0, len(batch), self._rows_per_piece):
                 self.on_piece()
                 self._check()

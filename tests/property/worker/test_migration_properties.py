@@ -9,7 +9,7 @@ import random
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,12 +18,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from migrating_state import (
+    BY_VALUE,
     Change,
     Checkpoint,
     Frozen,
     Model,
     applied,
     changes_table,
+    due,
     group_of,
     hash_of,
     held,
@@ -64,6 +66,16 @@ def changes_of(draw: st.DrawFn, kind: VariableKind, keys: list[str]) -> list[Cha
             if op is not None:
                 changes.append((op, key, subkey, draw(st.integers(0, 99)) if op == Op.PUT else None))
     return changes
+
+
+def due_in(model: Model, groups: Collection[int], up_to: int) -> Model:
+    """The entries of these key groups whose value is not above a number."""
+    found = {
+        key: {subkey: value for subkey, value in entries.items() if value <= up_to}
+        for key, entries in model.items()
+        if group_of(key, GROUPS) in groups
+    }
+    return {key: entries for key, entries in found.items() if entries}
 
 
 class MigratingState(RuleBasedStateMachine):
@@ -125,6 +137,13 @@ class MigratingState(RuleBasedStateMachine):
         self.fetch(keys)
         expected = {key: self.model[key] for key in keys if key in self.model}
         assert looked_up(self.state, list(dict.fromkeys(keys)), self.epoch) == expected
+
+    @rule(data=st.data(), up_to=st.integers(0, 99))
+    def ask_what_is_due(self, data: st.DataObject, up_to: int) -> None:
+        groups = data.draw(st.sets(st.sampled_from(sorted(self.groups)))) if self.groups else set()
+        assert self.migration is not None
+        self.migration.fetch_due(sorted(groups), BY_VALUE, up_to)
+        assert due(self.state, groups, up_to, self.epoch) == due_in(self.model, groups, up_to)
 
     def fetch(self, keys: list[str]) -> None:
         assert self.migration is not None
@@ -279,6 +298,9 @@ class Epochs:
         table = keys_table(self.layout, keys)
         self.migration.fetch(table.column(HASH).to_numpy(), table)
         assert looked_up(self.state, keys, epoch - 1) == {key: self.model[key] for key in keys if key in self.model}
+        groups, up_to = range(epoch % 3, GROUPS, 3), 200 * epoch
+        self.migration.fetch_due(groups, BY_VALUE, up_to)
+        assert due(self.state, groups, up_to, epoch - 1) == due_in(self.model, groups, up_to)
         written = changes_table(self.layout, changes)
         self.migration.fetch(written.column(HASH).to_numpy(), written)
 

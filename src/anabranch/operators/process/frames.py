@@ -76,13 +76,13 @@ class FrameRunner:
         output = self._output
         key: tuple[object, ...] = ()
         try:
-            for position, key, timer in due:
+            for position, key, timer, expiry_ms in due:
                 self._cursor.key = position
                 for frame in handle(key=key, timerValues=self._timers, expiredTimerInfo=timer):
                     output.add(frame, key)
                     if output.rows >= ROWS_MAX:
                         yield from output.flush()
-                timers.delete(timer.getExpiryTimeInMs())
+                timers.delete(expiry_ms)
         except AnabranchError:
             raise
         except Exception as error:

@@ -77,6 +77,9 @@ class LocalHandle(BaseHandle):
         self._timers: LocalTimers | None = None
         if time_mode is not TimeMode.NONE:
             self._timers = self.variables[TIMERS] = LocalTimers(self.cursor)
+            # Called for every key: straight to the timers.
+            self.registerTimer = self._timers.register  # type: ignore[method-assign]
+            self.deleteTimer = self._timers.delete  # type: ignore[method-assign]
         self._declared = {variable.name: variable for variable in spec.variables if variable.name != TIMERS}
         self._open = True
 

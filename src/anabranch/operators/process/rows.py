@@ -77,7 +77,7 @@ class _RowRunner:
         yielded: list[Row] = []
         key: tuple[object, ...] = ()
         try:
-            for position, key, timer in due:
+            for position, key, timer, expiry_ms in due:
                 self._cursor.key = position
                 results = iter(handle(key=key, timerValues=self._timers, expiredTimerInfo=timer))
                 yielded.extend(islice(results, ROWS_MAX))  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ class _RowRunner:
                     yield self._output.batch(yielded[:ROWS_MAX])
                     del yielded[:ROWS_MAX]
                     yielded.extend(islice(results, ROWS_MAX))  # type: ignore[arg-type]
-                timers.delete(timer.getExpiryTimeInMs())
+                timers.delete(expiry_ms)
         except AnabranchError:
             raise
         except Exception as error:

@@ -21,8 +21,8 @@ from anabranch.operators.usercode import user_traceback
 
 _log = logging.getLogger(__name__)
 
-#: A timer that is due: the position of its key, the key as user code sees it, and the time.
-DueTimer = tuple[int, tuple[object, ...], ExpiredTimerInfo]
+#: A timer that is due: the position of its key, the key and the time as user code sees them, and the time.
+DueTimer = tuple[int, tuple[object, ...], ExpiredTimerInfo, int]
 
 
 class Runner(Protocol):
@@ -124,7 +124,7 @@ def _due_timers(local: LocalState, runner: Runner, first: int, due: list[tuple[i
     keys = local.keys.take(pa.array(positions + first))
     shown = runner.timer_keys(keys.select(keys.column_names[1:]).combine_chunks())
     key_of = dict(zip(positions.tolist(), shown, strict=True))
-    return ((position, key_of[position], ExpiredTimerInfo(expiry_ms)) for expiry_ms, position in due)
+    return ((position, key_of[position], ExpiredTimerInfo(expiry_ms), expiry_ms) for expiry_ms, position in due)
 
 
 class _Prior:
