@@ -42,7 +42,9 @@ class StateOperators:
         """
         document["sources"] = [source for source in document["sources"] if TICKS not in source["description"]]
         entries = list(held)
-        document["stateOperators"] = [self._operator(stage, figures, entries, parallelism) for stage in self._stages]
+        # As Spark lists them: the last one first.
+        stages = reversed(self._stages)
+        document["stateOperators"] = [self._operator(stage, figures, entries, parallelism) for stage in stages]
         document["anabranch"] = dict(figures)
         progress = StreamingQueryProgress.fromJson(document)
         progress["anabranch"] = document["anabranch"]

@@ -118,6 +118,8 @@ class StreamQuery:
 
     def awaitTermination(self, timeout: int | None = None) -> bool | None:
         """Wait until the query ends; with a timeout in seconds, say whether it has. Raises if the query failed."""
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+            return self._running.query.awaitTermination(timeout)  # Spark says what is wrong with it
         deadline_s = None if timeout is None else time.monotonic() + timeout
         while True:
             running = self._running
