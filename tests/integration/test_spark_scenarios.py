@@ -109,9 +109,14 @@ def test_a_query_over_a_view_into_a_memory_table_needs_no_checkpoint_and_reports
     assert [str(event.runId) for event in listener.ended] == [query.runId]
     # What SQL does with state of its own stays with Spark, and that is said.
     counted = enabled.sql("SELECT k, count(*) FROM edits GROUP BY k").writeStream.outputMode("update").format("noop")
+    checkpoint = str(tmp_path / "of Spark")
     with caplog.at_level(logging.WARNING):
-        counted.trigger(once=True).start().awaitTermination(60)
-    assert "stays with Spark's own state store: Aggregate is in a SQL text or a view" in caplog.text
+        counted.trigger(once=True).option("checkpointLocation", checkpoint).start().awaitTermination(60)
+        assert "stays with Spark's own state store: Aggregate is in a SQL text or a view" in caplog.text
+        # So does a query that has its state there already.
+        again = feed.stream().groupBy("k").count().writeStream.outputMode("update").format("noop").trigger(once=True)
+        again.option("checkpointLocation", checkpoint).start().awaitTermination(60)
+    assert "is the checkpoint of a plain Spark query" in caplog.text
 
 
 def test_a_processor_may_delete_what_it_asked_for_and_gets_frames_of_the_size_that_is_set(

@@ -24,6 +24,7 @@ from anabranch.api.grouped import GroupedStream
 from anabranch.api.running import run_of
 from anabranch.api.stream import STATELESS_METHODS, Stream, stream
 from anabranch.api.writer import MissingCheckpointError
+from anabranch.checkpoint.job import SparkCheckpointError
 from anabranch.core.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -196,7 +197,7 @@ class _Writer(DataStreamWriter):
                 for name, given, named in self._calls:
                     writer = _method_of(writer, name)(*given, **named)
                 return _method_of(writer, method)(*arguments, **keywords)
-            except (UnsupportedError, MissingCheckpointError) as error:
+            except (UnsupportedError, MissingCheckpointError, SparkCheckpointError) as error:
                 obstacle = str(error)
         logger.warning("This query stays with Spark's own state store: %s", obstacle)
         return natively(*arguments, **keywords)
