@@ -196,7 +196,7 @@ def test_a_failure_is_spark_s_and_ours_and_rows_reach_a_foreach_writer(
         assert isinstance(error, anabranch.EpochError)
         assert isinstance(error, StreamingQueryException)
         assert "ZeroDivisionError" in str(error)
-        assert error.getCondition() == "STREAM_FAILED"
+    assert raised.value.getCondition() == "STREAM_FAILED"
 
     folder = str(tmp_path)
 

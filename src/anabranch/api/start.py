@@ -30,7 +30,7 @@ from anabranch.core.errors import CheckpointError, EpochError, SettingsError
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.settings import Settings
 from anabranch.engine.loop import EpochLoop
-from anabranch.engine.sinks import Sink
+from anabranch.engine.sinks import FileSink, Sink
 from anabranch.engine.stages import Clock
 from anabranch.engine.streamfacts import SparkStream
 from anabranch.engine.ticks import Ticks
@@ -80,6 +80,8 @@ def start_query(
             rows = pipeline.segments[0].stage.project(pipeline.source) if pipeline.segments else pipeline.source
             if ticks is not None:
                 rows = ticks.added_to(rows)
+            if isinstance(sink, FileSink):
+                sink.announce(spark)
             _replay(rows, loop, location, stream)
             query = _start_spark(rows, loop, location, trigger, name)
             stream.attach(query)

@@ -69,6 +69,12 @@ class FileSink:
             # An older driver, not fenced yet, has written the same epoch from the same offsets. Now Spark knows it.
             self._sink.addBatch(epoch, rows._jdf)
 
+    def announce(self, spark: SparkSession) -> None:
+        """Make the directory and Spark's log in it: readers find nothing, as long as there is nothing, but no error."""
+        jvm: Any = spark._jvm
+        log = jvm.org.apache.hadoop.fs.Path(self.path, "_spark_metadata")
+        log.getFileSystem(spark._jsc.hadoopConfiguration()).mkdirs(log)
+
     def _open(self, spark: SparkSession) -> Any:
         jvm: Any = spark._jvm
         convert = jvm.org.apache.spark.api.python.PythonUtils
