@@ -172,6 +172,7 @@ def test_a_processor_may_delete_what_it_asked_for_and_gets_frames_of_the_size_th
     assert operator.customMetrics["numValueStateVars"] == 1
     assert operator.customMetrics["numDeletedStateVars"] == 2
     assert operator.numRowsTotal == 3
+    assert [source.description.split("[")[0] for source in query.lastProgress.sources] == ["FileStreamSource"]
 
 
 def test_a_failure_is_spark_s_and_ours_and_rows_reach_a_foreach_writer(

@@ -121,7 +121,7 @@ def _tell_progress(self: JStreamingQueryListener, jevent: Any) -> None:
     """In place of the listener's own method: reports on our queries have the state operators, too."""
     event = QueryProgressEvent.fromJObject(jevent)
     run = run_of(str(event.progress.runId))
-    self.pylistener.onQueryProgress(event if run is None else QueryProgressEvent(run.completed(event.progress)))
+    self.pylistener.onQueryProgress(event if run is None else QueryProgressEvent(run.completed([event.progress])[0]))
 
 
 class _Followed:

@@ -9,7 +9,7 @@ from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from anabranch.core.schemas import VariableKind
 from anabranch.engine.stages import StatefulStage
-from anabranch.engine.ticks import NAME as TICKS
+from anabranch.engine.ticks import TICK
 from anabranch.operators.process.stage import ProcessStage
 from anabranch.operators.process.timers import TIMERS
 from anabranch.operators.process.variable import has_expiry
@@ -33,18 +33,17 @@ class StateOperators:
         document: dict[str, Any],
         figures: Mapping[str, Any],
         *,
-        held: Iterable[Mapping[str, Any]],
+        held: Sequence[Mapping[str, Any]],
         parallelism: Mapping[int, int],
     ) -> StreamingQueryProgress:
         """A report of Spark's about an epoch, completed.
 
         `figures` are those of the epoch, `held` the rows and bytes of each state variable, in any number of parts.
         """
-        document["sources"] = [source for source in document["sources"] if TICKS not in source["description"]]
-        entries = list(held)
+        document["sources"] = [source for source in document["sources"] if not _is_of_ticks(source)]
         # As Spark lists them: the last one first.
         stages = reversed(self._stages)
-        document["stateOperators"] = [self._operator(stage, figures, entries, parallelism) for stage in stages]
+        document["stateOperators"] = [self._operator(stage, figures, held, parallelism) for stage in stages]
         document["anabranch"] = dict(figures)
         progress = StreamingQueryProgress.fromJson(document)
         progress["anabranch"] = document["anabranch"]
@@ -77,6 +76,12 @@ class StateOperators:
             "numStateStoreInstances": parallelism.get(number, 0),
             "customMetrics": _variable_metrics(stage) if isinstance(stage, ProcessStage) else {},
         }
+
+
+def _is_of_ticks(source: Mapping[str, Any]) -> bool:
+    """Whether a source is that of the epochs without rows, which the user has not asked for."""
+    offset = source.get("endOffset")
+    return isinstance(offset, dict) and set(offset) == {TICK}
 
 
 def _variable_metrics(stage: ProcessStage) -> dict[str, int]:

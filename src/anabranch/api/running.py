@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from py4j.protocol import Py4JError
@@ -83,22 +83,23 @@ class Running:
 
     def progress(self) -> list[StreamingQueryProgress]:
         """Spark's progress reports, each with the state operators and an ``anabranch`` part about the epoch."""
-        self._look_at_state()
-        return [self.completed(progress) for progress in self.query.recentProgress]
+        return self.completed(self.query.recentProgress)
 
     def last_progress(self) -> StreamingQueryProgress | None:
         progress = self.query.lastProgress
-        if progress is None:
-            return None
-        self._look_at_state()
-        return self.completed(progress)
+        return None if progress is None else self.completed([progress])[0]
 
-    def completed(self, progress: StreamingQueryProgress) -> StreamingQueryProgress:
-        """A report of Spark's with what it does not know of. How large the state is, is as of now."""
-        document: dict[str, Any] = json.loads(progress.json)
-        figures = dict(self.loop.reports).get(document["batchId"], {})
+    def completed(self, reports: Iterable[StreamingQueryProgress]) -> list[StreamingQueryProgress]:
+        """Spark's reports with what it does not know of. How large the state is, is as of now."""
+        self._look_at_state()
+        figures = dict(self.loop.reports)
         parallelism = {int(stage): number for stage, number in self.coordinator.parallelism.items()}
-        return self._operators.reported(document, figures, held=self._held, parallelism=parallelism)
+        completed = []
+        for report in reports:
+            document: dict[str, Any] = json.loads(report.json)
+            its_own = figures.get(document["batchId"], {})
+            completed.append(self._operators.reported(document, its_own, held=self._held, parallelism=parallelism))
+        return completed
 
     def _look_at_state(self) -> None:
         """Ask the workers how much they hold, once an epoch; not while state moves, when that takes long to tell."""
