@@ -240,7 +240,7 @@ def test_an_output_mode_that_is_not_supported(
         (lambda writer: writer.format("console").option("rows", 3), "Unknown option 'rows' for the console sink"),
         (lambda writer: writer.foreachBatch(print), "one sink: foreachBatch or format"),
         (lambda writer: writer.foreachBatch("print"), "foreachBatch needs a function"),
-        (lambda writer: writer.foreach(print), "foreach is not supported"),
+        (lambda writer: writer.foreach(print), "one sink: foreach, a format or a table"),
         (lambda writer: writer.queryName(" "), "name must not be empty"),
         (lambda writer: writer.trigger(continuous="1 s"), "exactly one of processingTime"),
         (lambda writer: writer.trigger(once=True, availableNow=True), "exactly one of processingTime"),
@@ -257,6 +257,6 @@ def test_a_trigger_that_spark_does_not_understand_leaves_nothing_behind(rows: An
         writer_of(counted(rows), tmp_path / "ck").trigger(processingTime="every now and then").start()
 
 
-def test_a_query_needs_a_checkpoint(rows: Any) -> None:
+def test_a_query_whose_sink_outlives_it_needs_a_checkpoint(rows: Any, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"option..checkpointLocation"):
-        counted(rows).writeStream.outputMode("update").format("noop").start()
+        counted(rows).writeStream.outputMode("update").format("json").start(str(tmp_path / "out"))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
@@ -82,17 +83,15 @@ def test_what_cannot_be_taken_over_is_named_and_stays_with_spark(
         assert query.awaitTermination(60)
         assert isinstance(query, StreamingQuery)
         assert caplog.text == ""
-        counts = rows.groupBy("k").count().writeStream.outputMode("update").foreach(lambda _: None)
-        query = counts.option("checkpointLocation", str(tmp_path / "2")).trigger(once=True).start()
+        shapes = rows.groupBy("k").agg(F.histogram_numeric("v", F.lit(3))).writeStream.outputMode("update")
+        query = shapes.option("checkpointLocation", str(tmp_path / "2")).format("noop").trigger(once=True).start()
         assert query.awaitTermination(60)
         assert isinstance(query, StreamingQuery)
-        assert "stays with Spark's own state store: foreach is not supported" in caplog.text
-        # Spark makes a temporary checkpoint for this sink.
-        counts = rows.groupBy("k").count().writeStream.outputMode("update").format("noop").trigger(once=True)
-        query = counts.start()
-        assert query.awaitTermination(60)
-    assert isinstance(query, StreamingQuery)
-    assert "stays with Spark's own state store: The query needs a checkpoint" in caplog.text
+        assert "stays with Spark's own state store: agg: " in caplog.text
+        # Spark has something to say about a sink that keeps its rows and a query that does not know its place.
+        with pytest.raises(AnalysisException, match="checkpointLocation"):
+            rows.dropDuplicates(["k"]).writeStream.format("parquet").start(str(tmp_path / "out"))
+        assert "stays with Spark's own state store: The query needs a checkpoint" in caplog.text
 
 
 def test_a_vectorised_processor_gives_what_the_aggregate_gives(feed: EpochFeed, tmp_path: Path) -> None:

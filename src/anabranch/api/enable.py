@@ -2,7 +2,8 @@
 
 From then on, streaming DataFrames that the session reads are real DataFrames which also remember how Anabranch would do
 the same: every operation is applied to both. When a query starts, Anabranch runs it if it has state and if all of it
-can be taken over; else Spark does, and a warning names what stood in the way.
+can be taken over; else Spark does, and a warning names what stood in the way. SQL texts and views may do what needs no
+state; what comes after them is followed again.
 """
 
 from __future__ import annotations
@@ -16,20 +17,35 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.classic.dataframe import DataFrame as ClassicDataFrame
 from pyspark.sql.group import GroupedData
+from pyspark.sql.streaming.listener import JStreamingQueryListener, QueryProgressEvent
 from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
 
 from anabranch.api.grouped import GroupedStream
+from anabranch.api.running import run_of
 from anabranch.api.stream import STATELESS_METHODS, Stream, stream
 from anabranch.api.writer import MissingCheckpointError
+from anabranch.checkpoint.job import SparkCheckpointError
 from anabranch.core.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
 _ENABLED = "_anabranch_enabled"
+#: Methods of sessions that may give streaming DataFrames of views.
+_SESSION_METHODS = ("sql", "table")
+#: Methods that need no state and that Spark does by itself, as long as they come before the first stateful operation.
+_SPARKS_METHODS = ("observe", "repartitionById", "sample", "sampleBy")
+#: Nodes of Spark's plans that keep no state. A join does, if both of its sides are streams.
+_STATELESS_NODES = frozenset({
+    "CTERelationDef", "CTERelationRef", "CollectMetrics", "EventTimeWatermark", "Expand", "Filter", "Generate", "Join",
+    "MapInArrow", "MapInPandas", "Project", "Repartition", "RepartitionByExpression", "ResolvedHint",
+    "StreamingRelation", "StreamingRelationV2", "SubqueryAlias", "Union", "UnresolvedHint", "View", "WithCTE",
+})  # fmt: skip
 #: Methods of DataFrames that give DataFrames, or group them.
 _FRAME_METHODS = (
-    *STATELESS_METHODS, "agg", "distinct", "dropDuplicates", "drop_duplicates", "dropDuplicatesWithinWatermark",
-    "groupBy", "groupby", "orderBy", "sort", "toDF",
+    *STATELESS_METHODS, *_SPARKS_METHODS, "agg", "cube", "distinct", "dropDuplicates", "drop_duplicates",
+    "dropDuplicatesWithinWatermark", "exceptAll", "groupBy", "groupby", "groupingSets", "intersect", "intersectAll",
+    "lateralJoin", "limit", "offset", "orderBy", "rollup", "sort", "sortWithinPartitions", "subtract",
+    "toDF",
 )  # fmt: skip
 _GROUPED_METHODS = (
     "agg", "apply", "applyInArrow", "applyInPandas", "applyInPandasWithState", "avg", "cogroup", "count", "max", "mean",
@@ -56,11 +72,16 @@ def enable(spark: SparkSession) -> None:
         )
     setattr(spark, _ENABLED, True)
     DataStreamReader._df = _read  # type: ignore[method-assign, assignment]
+    JStreamingQueryListener.onQueryProgress = _tell_progress  # type: ignore[method-assign]
+    for name in _SESSION_METHODS:
+        setattr(spark, name, _followed_view(getattr(type(spark), name).__get__(spark)))
 
 
 def disable(spark: SparkSession) -> None:
     """Leave streaming DataFrames that this session reads from now on to Spark."""
     setattr(spark, _ENABLED, False)
+    for name in _SESSION_METHODS:
+        vars(spark).pop(name, None)
 
 
 def _read(reader: DataStreamReader, jdf: Any) -> DataFrame:
@@ -68,6 +89,40 @@ def _read(reader: DataStreamReader, jdf: Any) -> DataFrame:
     session = reader._spark
     rows = ClassicDataFrame(jdf, session)
     return _Rows(rows, stream(rows)) if getattr(session, _ENABLED, False) else rows
+
+
+def _followed_view(native_method: Callable[..., DataFrame]) -> Callable[..., DataFrame]:
+    """A method of a session; what it gives is followed if it is a stream."""
+
+    @functools.wraps(native_method)
+    def method(*arguments: Any, **keywords: Any) -> DataFrame:
+        rows = native_method(*arguments, **keywords)
+        if not isinstance(rows, ClassicDataFrame) or not rows.isStreaming:
+            return rows
+        found = _stateful_node(rows._jdf.queryExecution().analyzed())
+        if found is None:
+            return _Rows(rows, stream(rows))
+        return _Rows(rows, None, f"{found} is in a SQL text or a view. Write it with methods of DataFrames.")
+
+    return method
+
+
+def _stateful_node(plan: Any) -> str | None:
+    """A node of a plan that keeps state on a stream, or may do so."""
+    if not plan.isStreaming():
+        return None
+    children = [plan.children().apply(i) for i in range(plan.children().size())]
+    name: str = plan.nodeName()
+    if name not in _STATELESS_NODES or (name == "Join" and all(child.isStreaming() for child in children)):
+        return name
+    return next(filter(None, map(_stateful_node, children)), None)
+
+
+def _tell_progress(self: JStreamingQueryListener, jevent: Any) -> None:
+    """In place of the listener's own method: reports on our queries have the state operators, too."""
+    event = QueryProgressEvent.fromJObject(jevent)
+    run = run_of(str(event.progress.runId))
+    self.pylistener.onQueryProgress(event if run is None else QueryProgressEvent(run.completed([event.progress])[0]))
 
 
 class _Followed:
@@ -80,7 +135,9 @@ class _Followed:
     def _follow(self, native: Any, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """What Spark made of a call, with what Anabranch makes of it."""
         ours, obstacle = None, self._obstacle
-        if self._ours is not None:
+        if method in _SPARKS_METHODS and self._ours is not None and not self._ours.has_state:
+            ours = self._ours
+        elif self._ours is not None:
             try:
                 call = _method_of(self._ours, method)
                 ours = call(*map(_ours_of, arguments), **{k: _ours_of(v) for k, v in keywords.items()})
@@ -141,7 +198,7 @@ class _Writer(DataStreamWriter):
                 for name, given, named in self._calls:
                     writer = _method_of(writer, name)(*given, **named)
                 return _method_of(writer, method)(*arguments, **keywords)
-            except (UnsupportedError, MissingCheckpointError) as error:
+            except (UnsupportedError, MissingCheckpointError, SparkCheckpointError) as error:
                 obstacle = str(error)
         logger.warning("This query stays with Spark's own state store: %s", obstacle)
         return natively(*arguments, **keywords)

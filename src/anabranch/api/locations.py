@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +15,15 @@ from anabranch.core.errors import AnabranchError
 
 FILE_MANAGER = "spark.sql.streaming.checkpointFileManagerClass"
 FILE_SYSTEM_BASED = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+
+
+class TemporaryFolder:
+    """A folder of this machine for one query's checkpoint. It goes with the query, or with the process."""
+
+    def __init__(self) -> None:
+        self.path = tempfile.mkdtemp(prefix="anabranch-checkpoint-")
+        #: Removes it; the second time nothing happens.
+        self.remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
 def qualified(spark: SparkSession, path: str, *, what: str, error: type[AnabranchError]) -> str:

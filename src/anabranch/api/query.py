@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections import deque
@@ -14,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 from py4j.protocol import Py4JError
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from anabranch.api.control import QueryControl
+from anabranch.api.failures import explained
+from anabranch.api.locations import TemporaryFolder
 from anabranch.api.running import Running
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.rescale import Rescale, RescaleState
-from anabranch.core import errors
-from anabranch.core.errors import AnabranchError, UnsupportedError
+from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.settings import MAX_PARALLELISM, Settings
-from anabranch.engine.loop import EpochLoop
 from anabranch.engine.stages import StatefulStage
 from anabranch.operators.process.timers import TIMERS
 from anabranch.plan.explain import explain_logical, explain_physical, explain_routes
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 _WATCH_INTERVAL_S = 0.1
 #: As many as Spark remembers.
 _REMEMBERED_REPORTS = 100
-#: How an error of ours that a task raised begins within Spark's report of it, and what comes after its message.
-_TASK_ERROR = re.compile(r"anabranch\.core\.errors\.(\w+): ")
-_END_OF_MESSAGE = re.compile(r"\s+SQLSTATE: |\n\tat |\n=== |\n\nDuring handling of |\n\nThe above exception was ")
 
 
 class StreamQuery:
@@ -53,6 +50,7 @@ class StreamQuery:
         sink: str,
         default_parallelism: int,
         relaunch: Callable[[Settings, Mapping[StageNumber, int]], Running],
+        temporary: TemporaryFolder | None = None,
     ) -> None:
         self._running = running
         self.pipeline = pipeline
@@ -60,10 +58,12 @@ class StreamQuery:
         self._sink = sink
         self._default_parallelism = default_parallelism
         self._relaunch = relaunch
+        #: The checkpoint, if it is of no use after the query.
+        self._temporary = temporary
         #: Held while one run of the query gives way to the next.
         self._restarting = threading.Lock()
         #: Reports of earlier runs.
-        self._past: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED_REPORTS)
+        self._past: deque[StreamingQueryProgress] = deque(maxlen=_REMEMBERED_REPORTS)
         self._failed_restart: Exception | None = None
         self._server: ControlServer | None = None
         self._closing = threading.Lock()
@@ -108,16 +108,18 @@ class StreamQuery:
         return {**self._running.query.status, "anabranch": dict(self.coordinator.status())}
 
     @property
-    def recentProgress(self) -> list[dict[str, Any]]:
-        """Spark's progress reports, each with an ``anabranch`` part about the epoch."""
+    def recentProgress(self) -> list[StreamingQueryProgress]:
+        """Spark's progress reports, with the state operators, and an ``anabranch`` part about the epoch."""
         return [*self._past, *self._running.progress()]
 
     @property
-    def lastProgress(self) -> dict[str, Any] | None:
+    def lastProgress(self) -> StreamingQueryProgress | None:
         return self._running.last_progress() or (self._past[-1] if self._past else None)
 
     def awaitTermination(self, timeout: int | None = None) -> bool | None:
         """Wait until the query ends; with a timeout in seconds, say whether it has. Raises if the query failed."""
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+            return self._running.query.awaitTermination(timeout)  # Spark says what is wrong with it
         deadline_s = None if timeout is None else time.monotonic() + timeout
         while True:
             running = self._running
@@ -134,7 +136,7 @@ class StreamQuery:
                     raise self._failed_restart
                 if self._running is running:
                     running.let_go()
-                    self._close_control()
+                    self._leave()
                     return ended
 
     def processAllAvailable(self) -> None:
@@ -153,7 +155,7 @@ class StreamQuery:
         """Stop after the epoch that is running, and take down the workers."""
         with self._restarting:
             self._running.stop(self.settings.request_timeout_s)
-        self._close_control()
+        self._leave()
 
     def exception(self) -> Exception | None:
         """The error that ended the query, or None."""
@@ -322,13 +324,16 @@ class StreamQuery:
                 if self._running is running:
                     running.let_go()
                     break
-        self._close_control()
+        self._leave()
 
-    def _close_control(self) -> None:
+    def _leave(self) -> None:
+        """The query and its workers have ended: let go of the rest."""
         with self._closing:  # whoever comes second waits until it is closed, too
             server, self._server = self._server, None
             if server is not None:
                 server.close()
+            if self._temporary is not None:
+                self._temporary.remove()
 
 
 def _check_number(name: str, number: Any) -> None:
@@ -336,19 +341,3 @@ def _check_number(name: str, number: Any) -> None:
         return
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_PARALLELISM:
         raise UnsupportedError(f"{name} is {number!r}; it must be a whole number from 1 to {MAX_PARALLELISM}.")
-
-
-def explained(loop: EpochLoop, error: Exception) -> Exception:
-    """The error as Anabranch raised it, which says what to do; Spark's own wraps it in stack traces."""
-    if isinstance(loop.error, AnabranchError):
-        return loop.error
-    return _raised_in_task(str(error)) or error
-
-
-def _raised_in_task(report: str) -> AnabranchError | None:
-    """The error of ours that ended a task, if it was one; of several in a chain, the last."""
-    for found in reversed(list(_TASK_ERROR.finditer(report))):
-        kind = getattr(errors, found[1], None)
-        if isinstance(kind, type) and issubclass(kind, AnabranchError):
-            return kind(_END_OF_MESSAGE.split(report[found.end() :], maxsplit=1)[0].strip())
-    return None

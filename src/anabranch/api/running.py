@@ -5,31 +5,46 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from py4j.protocol import Py4JError
+from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 
+from anabranch.api.progress import StateOperators
 from anabranch.control.coordinator import Coordinator
 from anabranch.core.errors import AnabranchError
 from anabranch.engine.loop import EpochLoop
 
 logger = logging.getLogger(__name__)
 
+#: Those that last.
+_runs: dict[str, Running] = {}
+
 
 class Running:
     """Its workers are taken down when it ends, whichever way it ends."""
 
     def __init__(
-        self, query: StreamingQuery, loop: EpochLoop, coordinator: Coordinator, release: Callable[[], None]
+        self,
+        query: StreamingQuery,
+        loop: EpochLoop,
+        coordinator: Coordinator,
+        operators: StateOperators,
+        release: Callable[[], None],
     ) -> None:
         self.query = query
         self.loop = loop
         self.coordinator = coordinator
+        self._operators = operators
         self._release = release
+        #: What the workers held when somebody asked last: rows and bytes of each state variable.
+        self._held: list[dict[str, Any]] = []
+        self._looked_at: int | None = None
         self._releasing = threading.Lock()
         self.is_released = False
+        _runs[str(query.runId)] = self
 
     def stop(self, timeout_s: float) -> None:
         """Stop after the epoch that is running, and take down the workers."""
@@ -47,8 +62,10 @@ class Running:
         with self._releasing:
             if self.is_released:
                 return
+            self._look_at_state()
             self.is_released = True
             self._release()
+            _runs.pop(str(self.query.runId), None)
 
     def change_while_idle(self) -> None:
         """A stream without new rows has no epochs, and workers come and go all the same."""
@@ -64,16 +81,40 @@ class Running:
         finally:
             self.loop.running.release()
 
-    def progress(self) -> list[dict[str, Any]]:
-        """Spark's progress reports, each with an ``anabranch`` part about the epoch."""
-        reports = dict(self.loop.reports)
-        return [self._with_report(progress, reports) for progress in self.query.recentProgress]
+    def progress(self) -> list[StreamingQueryProgress]:
+        """Spark's progress reports, each with the state operators and an ``anabranch`` part about the epoch."""
+        return self.completed(self.query.recentProgress)
 
-    def last_progress(self) -> dict[str, Any] | None:
+    def last_progress(self) -> StreamingQueryProgress | None:
         progress = self.query.lastProgress
-        return None if progress is None else self._with_report(progress, dict(self.loop.reports))
+        return None if progress is None else self.completed([progress])[0]
 
-    def _with_report(self, progress: Any, reports: dict[int, Any]) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(progress.json)
-        document["anabranch"] = reports.get(document["batchId"], {})
-        return document
+    def completed(self, reports: Iterable[StreamingQueryProgress]) -> list[StreamingQueryProgress]:
+        """Spark's reports with what it does not know of. How large the state is, is as of now."""
+        self._look_at_state()
+        figures = dict(self.loop.reports)
+        parallelism = {int(stage): number for stage, number in self.coordinator.parallelism.items()}
+        completed = []
+        for report in reports:
+            document: dict[str, Any] = json.loads(report.json)
+            its_own = figures.get(document["batchId"], {})
+            completed.append(self._operators.reported(document, its_own, held=self._held, parallelism=parallelism))
+        return completed
+
+    def _look_at_state(self) -> None:
+        """Ask the workers how much they hold, once an epoch; not while state moves, when that takes long to tell."""
+        epoch = self.coordinator.committed_epoch
+        if self.is_released or epoch == self._looked_at or self.coordinator.cluster.migrations.is_under_way:
+            return
+        try:
+            described = self.coordinator.describe(wait=False)
+        except AnabranchError as error:
+            logger.debug("the size of the state is not known: %s", error)
+            return
+        self._looked_at = epoch
+        self._held = [entry for worker in described for entry in worker["variables"]]
+
+
+def run_of(run_id: str) -> Running | None:
+    """The run of a query of ours that has this id, while it lasts."""
+    return _runs.get(run_id)

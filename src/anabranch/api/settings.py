@@ -22,6 +22,7 @@ _SPARK_PREFIX = "spark."
 
 def resolve_settings(spark: SparkSession, options: Mapping[str, Any]) -> Settings:
     """The settings in force for a query with these writer options."""
+    _check_prefixes(spark, options)
     return Settings.from_texts(
         (SETTINGS_FILE, _from_file(Path(SETTINGS_FILE))),
         ("the environment", _from_environment(os.environ)),
@@ -56,7 +57,26 @@ def _from_environment(environment: Mapping[str, str]) -> Mapping[str, str]:
 
 def _from_spark(spark: SparkSession) -> Mapping[str, str]:
     start = _SPARK_PREFIX + PREFIX
-    found = {name[len(_SPARK_PREFIX) :]: value for name, value in spark.conf.getAll.items() if name.startswith(start)}
+    return {
+        name[len(_SPARK_PREFIX) :]: value for name, value in _configuration(spark).items() if name.startswith(start)
+    }
+
+
+def _configuration(spark: SparkSession) -> dict[str, str]:
     # Settings given to the session builder are part of the context's configuration.
-    context = spark.sparkContext.getConf().getAll()
-    return {**{name[len(_SPARK_PREFIX) :]: value for name, value in context if name.startswith(start)}, **found}
+    return {**dict(spark.sparkContext.getConf().getAll()), **spark.conf.getAll}
+
+
+def _check_prefixes(spark: SparkSession, options: Mapping[str, Any]) -> None:
+    """In Spark's configuration, settings have one more word in front than elsewhere; without it, nobody reads them."""
+    for name in _configuration(spark):
+        if name.lower().startswith(PREFIX):
+            raise SettingsError(
+                f"The Spark configuration has {name}, which has no effect. Set {_SPARK_PREFIX}{name} instead, and take "
+                f"it away: spark.conf.unset({name!r})."
+            )
+    for name in options:
+        if name.lower().startswith(_SPARK_PREFIX + PREFIX):
+            raise SettingsError(
+                f"The writer has the option {name}, which has no effect. Use option({name[len(_SPARK_PREFIX) :]!r}, …)."
+            )

@@ -16,6 +16,7 @@ from anabranch.engine.sinks import (
     ConsoleSink,
     FileSink,
     ForeachBatchSink,
+    ForeachSink,
     MemorySink,
     NoopSink,
     Sink,
@@ -36,6 +37,7 @@ def choose_sink(
     *,
     format: str,
     function: Callable[[DataFrame, int], Any] | None,
+    foreach: Any | None,
     table: TablePlace | None,
     name: str | None,
     mode: str,
@@ -49,6 +51,10 @@ def choose_sink(
         if format:
             raise UnsupportedError(f"A query has one sink: foreachBatch or format({format!r}), not both.")
         return ForeachBatchSink(function), f"foreachBatch({getattr(function, '__name__', 'function')})"
+    if foreach is not None:
+        if format or table is not None:
+            raise UnsupportedError("A query has one sink: foreach, a format or a table, not several of them.")
+        return ForeachSink(foreach), f"foreach({getattr(foreach, '__name__', type(foreach).__name__)})"
     if table is not None:
         return _table_sink(result, table, format or "parquet", mode, partition_by, plain)
     chosen = format or result.sparkSession.conf.get("spark.sql.sources.default", "parquet") or "parquet"

@@ -13,8 +13,10 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from anabranch.api.locations import fast_log_files, qualified
-from anabranch.api.query import StreamQuery, explained
+from anabranch.api.failures import explained
+from anabranch.api.locations import TemporaryFolder, fast_log_files, qualified
+from anabranch.api.progress import StateOperators
+from anabranch.api.query import StreamQuery
 from anabranch.api.running import Running
 from anabranch.checkpoint import rewind
 from anabranch.checkpoint.storage import Storage
@@ -28,13 +30,15 @@ from anabranch.core.errors import CheckpointError, EpochError, SettingsError
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.settings import Settings
 from anabranch.engine.loop import EpochLoop
-from anabranch.engine.sinks import Sink
+from anabranch.engine.sinks import FileSink, Sink
 from anabranch.engine.stages import Clock
 from anabranch.engine.streamfacts import SparkStream
 from anabranch.engine.ticks import Ticks
 from anabranch.plan.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
+
+_EPOCHS_WITHOUT_ROWS = "spark.sql.streaming.noDataMicroBatches.enabled"
 
 
 def start_query(
@@ -44,7 +48,7 @@ def start_query(
     description: str,
     *,
     settings: Settings,
-    checkpoint: str,
+    checkpoint: str | TemporaryFolder,
     mode: str,
     trigger: Mapping[str, Any],
     name: str | None,
@@ -53,7 +57,9 @@ def start_query(
     if not settings.worker_addresses:
         prepare()
     spark = sample.sparkSession
-    location = qualified(spark, checkpoint, what="The checkpoint", error=CheckpointError)
+    temporary = checkpoint if isinstance(checkpoint, TemporaryFolder) else None
+    place = checkpoint.path if isinstance(checkpoint, TemporaryFolder) else checkpoint
+    location = qualified(spark, place, what="The checkpoint", error=CheckpointError)
     default = settings.parallelism or max(spark.sparkContext.defaultParallelism, 1)
 
     def launch(settings: Settings, parallelism: Mapping[StageNumber, int]) -> Running:
@@ -62,7 +68,7 @@ def start_query(
             coordinator = _start_coordinator(pipeline, settings, location, parallelism, undo)
             stream = SparkStream(has_watermark=pipeline.has_watermark)
             coordinator.cluster.on_loss = lambda _: stream.cancel_jobs()
-            ticks = _make_ticks(pipeline, mode, trigger, undo)
+            ticks = _make_ticks(spark, pipeline, mode, trigger, undo)
             loop = EpochLoop(
                 pipeline.segments,
                 coordinator,
@@ -76,14 +82,22 @@ def start_query(
             rows = loop.feeds.read() if pipeline.segments else pipeline.source
             if ticks is not None:
                 rows = ticks.added_to(rows)
+            if isinstance(sink, FileSink):
+                sink.announce(spark)
             _replay(rows, loop, location, stream)
             query = _start_spark(rows, loop, location, trigger, name)
             stream.attach(query)
-            return Running(query, loop, coordinator, undo.pop_all().close)
+            return Running(query, loop, coordinator, StateOperators(pipeline.stateful_stages), undo.pop_all().close)
 
     running = launch(settings, {stage.spec.number: stage.parallelism or default for stage in pipeline.stateful_stages})
     query = StreamQuery(
-        running, pipeline, settings=settings, sink=description, default_parallelism=default, relaunch=launch
+        running,
+        pipeline,
+        settings=settings,
+        sink=description,
+        default_parallelism=default,
+        relaunch=launch,
+        temporary=temporary,
     )
     try:
         query.open_control(strict_port="control_port" in settings.given)
@@ -186,16 +200,20 @@ def _replay(rows: DataFrame, loop: EpochLoop, location: str, stream: SparkStream
         rewind.done(spark, epoch)
 
 
-def _make_ticks(pipeline: Pipeline, mode: str, trigger: Mapping[str, Any], undo: contextlib.ExitStack) -> Ticks | None:
-    """Epochs without rows, if any stage has something to do in them."""
+def _make_ticks(
+    spark: SparkSession, pipeline: Pipeline, mode: str, trigger: Mapping[str, Any], undo: contextlib.ExitStack
+) -> Ticks | None:
+    """Epochs without rows, if any stage has something to do in them and Spark's setting for them does not forbid it."""
     clocks = {stage.clock for stage in pipeline.stateful_stages} - {Clock.NONE}
     if mode == "complete":
         clocks -= {Clock.EVENT_TIME}  # the result keeps everything
     if not clocks:
         return None
-    ticks = Ticks()
+    # The source of ticks is there in either case: Spark does not let a query's sources change when it is restarted.
+    are_wanted = (spark.conf.get(_EPOCHS_WITHOUT_ROWS, "true") or "true").lower() == "true"
+    ticks = Ticks(after_rows=are_wanted)
     undo.callback(ticks.close)
-    if Clock.PROCESSING_TIME in clocks and not {"once", "availableNow"} & trigger.keys():
+    if are_wanted and Clock.PROCESSING_TIME in clocks and not {"once", "availableNow"} & trigger.keys():
         ticks.keep_wishing()
     return ticks
 

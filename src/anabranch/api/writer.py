@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 from pyspark.sql import DataFrame
 
+from anabranch.api.locations import TemporaryFolder
 from anabranch.api.query import StreamQuery
 from anabranch.api.settings import is_setting, resolve_settings
 from anabranch.api.sinks import TablePlace, choose_sink
 from anabranch.api.start import start_query
 from anabranch.core.errors import SettingsError, UnsupportedError
+from anabranch.core.settings import Settings
+from anabranch.engine.sinks import foreach_function
 from anabranch.plan.pipeline import Pipeline
 from anabranch.plan.validation import check_output_mode
 
 _TRIGGERS = ("processingTime", "once", "availableNow")
+#: Sinks that keep nothing themselves: without a place for it, their query's checkpoint lives as long as the query.
+_PASSING_FORMATS = ("memory", "console", "noop")
 
 
 class MissingCheckpointError(SettingsError):
-    """There is no place for the query's checkpoint. Spark makes one in a temporary folder for some sinks."""
+    """There is no place for the query's checkpoint, and the sink outlives the query."""
 
 
 class StreamWriter:
@@ -35,6 +41,7 @@ class StreamWriter:
         self._trigger: dict[str, Any] = {}
         self._name: str | None = None
         self._function: Callable[[DataFrame, int], Any] | None = None
+        self._foreach: Any | None = None
 
     def format(self, source: str) -> StreamWriter:
         self._format = source.lower()
@@ -46,8 +53,12 @@ class StreamWriter:
         return self
 
     def option(self, key: str, value: Any) -> StreamWriter:
-        """An option of the sink, ``checkpointLocation``, or a setting whose name starts with ``anabranch.``."""
-        self._options[key] = _text(value)
+        """An option of the sink, ``checkpointLocation``, or a setting whose name starts with ``anabranch.``.
+
+        None changes nothing, as in PySpark.
+        """
+        if value is not None:
+            self._options[key] = _text(value)
         return self
 
     def options(self, **options: Any) -> StreamWriter:
@@ -80,12 +91,14 @@ class StreamWriter:
         """Call a function with each epoch's result. It may read it as often as it likes, or not at all."""
         if not callable(func):
             raise UnsupportedError("foreachBatch needs a function of (DataFrame, epoch).")
-        self._function = func
+        self._function, self._foreach = func, None
         return self
 
     def foreach(self, f: Any) -> StreamWriter:
-        del f
-        raise UnsupportedError("foreach is not supported. Use foreachBatch, and rows.foreach(...) in it.")
+        """Call a function with each row, in the tasks; or an object's ``process``, with ``open`` and ``close``."""
+        foreach_function(f)
+        self._function, self._foreach = None, f
+        return self
 
     def start(
         self,
@@ -143,13 +156,12 @@ class StreamWriter:
             )
         settings = resolve_settings(spark, self._options)
         plain = {name: value for name, value in self._options.items() if not is_setting(name)}
-        checkpoint = _take(plain, "checkpointLocation")
-        if checkpoint is None:
-            checkpoint = self._default_checkpoint()
+        checkpoint = _take(plain, "checkpointLocation") or self._default_checkpoint(settings, table)
         sink, description = choose_sink(
             self._sample,
             format=self._format,
             function=self._function,
+            foreach=self._foreach,
             table=table,
             name=self._name,
             mode=self._mode,
@@ -168,11 +180,16 @@ class StreamWriter:
             name=self._name,
         )
 
-    def _default_checkpoint(self) -> str:
-        spark = self._sample.sparkSession
-        parent = spark.conf.get("spark.sql.streaming.checkpointLocation", None)
-        if parent and self._name:
-            return f"{parent.rstrip('/')}/{self._name}"
+    def _default_checkpoint(self, settings: Settings, table: TablePlace | None) -> str | TemporaryFolder:
+        """As Spark has it: a folder of the session's, or a temporary one if the sink keeps nothing itself."""
+        parent = self._sample.sparkSession.conf.get("spark.sql.streaming.checkpointLocation", None)
+        if parent:
+            return f"{parent.rstrip('/')}/{self._name or uuid.uuid4()}"
+        is_function = self._function is not None or self._foreach is not None
+        is_passing = is_function or (table is None and self._format in _PASSING_FORMATS)
+        # Workers elsewhere could not read or write a folder of this machine.
+        if is_passing and not settings.worker_addresses and not settings.state_location:
+            return TemporaryFolder()
         raise MissingCheckpointError(
             "The query needs a checkpoint, where its state is kept safe. Set option('checkpointLocation', directory)."
         )

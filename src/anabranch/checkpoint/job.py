@@ -27,6 +27,10 @@ from anabranch.core.schemas import Layout, StageSpec, VariableKind, VariableSpec
 _T = TypeVar("_T")
 
 
+class SparkCheckpointError(CheckpointError):
+    """The checkpoint is that of a query which Spark runs by itself."""
+
+
 @dataclass(frozen=True)
 class JobDescription:
     """A job and the state that it has. All but the stages stays the same for as long as a checkpoint is used."""
@@ -74,7 +78,7 @@ def create_or_check(storage: Storage, wanted: JobDescription, spark: Storage | N
                 f"missing. Restore it from a copy of the checkpoint, or use a new checkpoint."
             )
         if planned:
-            raise CheckpointError(
+            raise SparkCheckpointError(
                 f"{storage.location} is the checkpoint of a plain Spark query: it has offsets of Spark, but no state "
                 f"of Anabranch. Use a new checkpoint for this query."
             )

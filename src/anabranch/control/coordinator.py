@@ -19,6 +19,7 @@ from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.control.claims import VOLATILE
 from anabranch.control.cluster import Cluster
 from anabranch.control.durability import Durability
+from anabranch.control.figures import ChangeFigures
 from anabranch.control.looking import Looking
 from anabranch.control.members import Member, Membership
 from anabranch.control.rescale import Change, Rescale
@@ -29,7 +30,7 @@ from anabranch.control.upkeep import Upkeep
 from anabranch.core import epoch_events as events
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, CheckpointError, EpochError, FencedError, LostWorkerError
-from anabranch.core.ids import Attempt, Epoch, Partition, StageNumber, WorkerId
+from anabranch.core.ids import Attempt, Epoch, Partition, StageNumber
 from anabranch.core.pacing import Pace
 from anabranch.core.requests import Refusal, Run, StageAttempt, StagePartition
 from anabranch.core.routes import Route, assign_partitions, owners_of_partitions
@@ -66,11 +67,11 @@ class Coordinator:
         self._durability = Durability(resumed.committed, resumed.files, settings.checkpoint_interval_s)
         self._upkeep = Upkeep(resumed.claimed, settings, resumed.files, self.cluster.files_in_use)
         self._is_durable_now = True
-        self._changed_rows: dict[WorkerId, int] = {}
+        self._figures = ChangeFigures()
         self._pool = ThreadPoolExecutor(max_workers=_CALLS_AT_ONCE, thread_name_prefix="anabranch")
         self._looking = Looking(self.cluster, self._pool, self._job)
         self._accesses = self._make_accesses()
-        self._changed: dict[str, int] = {}
+        self._changed: dict[str, Any] = {}
         #: Changes among the workers; those of the epoch that runs are reported with it.
         self.changes: list[Change] = []
         self._reported_changes = 0
@@ -225,9 +226,9 @@ class Coordinator:
         """All rows of a state variable as of the last committed epoch, and that epoch."""
         return self._looking.scan(spec, variable, lambda: self._machine.committed)
 
-    def describe(self) -> list[dict[str, Any]]:
-        """What each worker holds."""
-        return self._looking.describe()
+    def describe(self, *, wait: bool = True) -> list[dict[str, Any]]:
+        """What each worker holds; without waiting, as far as it can be told while workers change."""
+        return self._looking.describe(wait=wait)
 
     def savepoint(self, target: str) -> Savepoint:
         """Save the job as of the last epoch that Spark committed, in a place of its own. Epochs go on meanwhile."""
@@ -316,7 +317,7 @@ class Coordinator:
                 chosen = [list(attempt) for attempt in sorted(instruction.chosen)]
                 request = messages.Prepare(**numbers, chosen=chosen, durable=self._is_durable_now)
                 answer = self._call(member, request)
-                self._changed_rows[member.worker] = answer["rows"]
+                self._figures.note(member.worker, answer)
                 return events.WorkerPrepared(run, member.worker, tuple(_file(pair) for pair in answer["files"]))
             case events.CommitOn():
                 progress = self._call(member, messages.Commit(**numbers))
@@ -324,10 +325,8 @@ class Coordinator:
                 return events.WorkerCommitted(run, member.worker)
 
     def _write_manifest(self, instruction: events.WriteManifest) -> events.Event:
-        self._changed = {
-            "changedRows": sum(self._changed_rows.get(worker, 0) for worker in self.cluster.members.workers),
-            "changedBytes": sum(file.bytes for _, file in instruction.files),
-        }
+        written = sum(file.bytes for _, file in instruction.files)
+        self._changed = self._figures.report(self.cluster.members.workers, written)
         try:
             if self._is_durable_now:
                 runs = {**self._durability.volatile, instruction.epoch: instruction.run}

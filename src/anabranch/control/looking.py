@@ -46,9 +46,9 @@ class Looking:
 
         return self._look(look)
 
-    def describe(self) -> list[dict[str, Any]]:
-        """What each worker holds."""
-        return self._look(self._describe)
+    def describe(self, *, wait: bool = True) -> list[dict[str, Any]]:
+        """What each worker holds; without waiting, as far as it can be told while workers change."""
+        return self._look(self._describe) if wait else self._describe()
 
     def _look(self, look: Callable[[], _Seen]) -> _Seen:
         """Look, and again if key groups changed hands meanwhile, or an epoch that was looked at is gone."""

@@ -7,12 +7,13 @@ find what they would find behind a plain Structured Streaming query.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from py4j.protocol import Py4JJavaError
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import StructType
 
 from anabranch.core.errors import EpochError
@@ -29,6 +30,8 @@ FILE_FORMATS = {
     "text": "org.apache.spark.sql.execution.datasources.text.TextFileFormat",
 }
 
+#: Where tasks of foreach find the number of the epoch.
+_EPOCH_PROPERTY = "streaming.sql.batchId"
 #: What Spark's file sink says when another query has added the same epoch to its log a moment before.
 _TAKEN_BY_ANOTHER = "Race while writing batch"
 
@@ -65,6 +68,12 @@ class FileSink:
                 raise
             # An older driver, not fenced yet, has written the same epoch from the same offsets. Now Spark knows it.
             self._sink.addBatch(epoch, rows._jdf)
+
+    def announce(self, spark: SparkSession) -> None:
+        """Make the directory and Spark's log in it: readers find nothing, as long as there is nothing, but no error."""
+        jvm: Any = spark._jvm
+        log = jvm.org.apache.hadoop.fs.Path(self.path, "_spark_metadata")
+        log.getFileSystem(spark._jsc.hadoopConfiguration()).mkdirs(log)
 
     def _open(self, spark: SparkSession) -> Any:
         jvm: Any = spark._jvm
@@ -142,6 +151,30 @@ class ForeachBatchSink:
                 f"The foreachBatch function failed in epoch {epoch}: {type(error).__name__}: {error}. The epoch is "
                 "not committed. Correct the function and start the query again: it resumes with this epoch."
             ) from error
+
+
+@dataclass
+class ForeachSink:
+    """The user's own function of a row, or an object with ``process(row)``, in the tasks: Spark's foreach."""
+
+    writer: Any
+    #: Its `open` may refuse a partition.
+    reads_once: bool = False
+
+    def write(self, rows: DataFrame, epoch: int) -> None:
+        context = rows.sparkSession.sparkContext
+        announced = context.getLocalProperty(_EPOCH_PROPERTY)
+        context.setLocalProperty(_EPOCH_PROPERTY, str(epoch))
+        try:
+            rows.rdd.mapPartitionsWithIndex(foreach_function(self.writer)).count()
+        finally:
+            context.setLocalProperty(_EPOCH_PROPERTY, announced)  # type: ignore[arg-type]
+
+
+def foreach_function(writer: Any) -> Callable[[int, Any], Iterator[Any]]:
+    """What a task does with its partition; raises at once if the writer is not one that Spark takes."""
+    function: Callable[[int, Any], Iterator[Any]] = DataStreamWriter._construct_foreach_function(writer)
+    return function
 
 
 def _class(jvm: Any, name: str) -> Any:

@@ -32,7 +32,9 @@ IDLE_INTERVAL_S = 1.0
 class Ticks:
     """Wishes for epochs, in the driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, after_rows: bool = True) -> None:
+        #: Whether each epoch with rows is followed by one more.
+        self._after_rows = after_rows
         self._folder = Path(tempfile.mkdtemp(prefix="anabranch-ticks-"))
         self._file = self._folder / "wish"
         self._wishes = 0
@@ -60,7 +62,7 @@ class Ticks:
     def note_epoch(self, *, had_rows: bool) -> None:
         """An epoch is over. One that had rows may have moved the watermark, for which no other rows need to come."""
         self._last_epoch_s = time.monotonic()
-        if had_rows:
+        if had_rows and self._after_rows:
             self.wish()
 
     def keep_wishing(self) -> None:

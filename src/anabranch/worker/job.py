@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from anabranch.checkpoint import paths
 from anabranch.checkpoint.changes import write_changes
@@ -18,7 +19,7 @@ from anabranch.core import requests
 from anabranch.core.errors import EpochError, FencedError, WorkerError
 from anabranch.core.ids import Attempt, Epoch, Generation, Partition, StageNumber, WorkerId
 from anabranch.core.requests import Refusal, Run, RunId, StageAttempt
-from anabranch.core.schemas import StageSpec
+from anabranch.core.schemas import OP, Op, StageSpec
 from anabranch.core.transactions import TransactionMachine
 from anabranch.wire import messages
 from anabranch.worker.holdings import Variable
@@ -165,7 +166,8 @@ class WorkerJob:
                         files = self._write_deferred()
                         files += self._write_files(instruction.epoch, instruction.run, self._prepared)
             rows = sum(len(changes) for changes in self._prepared.values())
-        return {"files": files, "rows": rows}
+            variables = [[*variable, *_counts(changes)] for variable, changes in sorted(self._prepared.items())]
+        return {"files": files, "rows": rows, "variables": variables}
 
     def flush(self, request: messages.Flush) -> dict[str, Any]:
         with self._lock:
@@ -333,3 +335,9 @@ def _is_done(fold: Future[None]) -> bool:
         return False
     fold.result()
     return True
+
+
+def _counts(changes: pa.Table) -> tuple[int, int]:
+    """How many changes set an entry, and how many remove something."""
+    puts: int = pc.sum(pc.equal(changes.column(OP), Op.PUT)).as_py() or 0
+    return puts, len(changes) - puts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from anabranch.api.query import _raised_in_task
+from anabranch.api.failures import _raised_in_task
 from anabranch.core.errors import AnabranchError, EpochError, LostWorkerError, WorkerError
 
 REPORT = """[STREAM_FAILED] Query [id = 1] terminated with exception: [FOREACH_BATCH_USER_FUNCTION_ERROR] An error

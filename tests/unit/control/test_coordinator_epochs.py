@@ -56,6 +56,7 @@ def test_an_epoch_is_begun_collected_prepared_and_committed_on_every_worker(
 ) -> None:
     figures = run(coordinator, 0)
     assert figures["changedRows"] == 6
+    assert figures["changedVariables"] == [{"stage": 1, "variable": "v", "put": 4, "removed": 2}]
     assert figures["workers"] == 2
     for worker in workers:
         assert worker.kinds() == ["begin", "seals", "prepare", "commit"]

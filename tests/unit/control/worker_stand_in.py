@@ -49,7 +49,11 @@ class StandIn:
             case messages.Seals():
                 return {"attempts": self.sealed}, {}
             case messages.Prepare():
-                return {"files": [[request.epoch, self.file(request)]] if request.chosen else [], "rows": 3}, {}
+                return {
+                    "files": [[request.epoch, self.file(request)]] if request.chosen else [],
+                    "rows": 3,
+                    "variables": [[1, "v", 2, 1]],
+                }, {}
             case messages.Describe():
                 variables = [{"stage": 1, "variable": "v", "rows": 2, "bytes": 30}]
                 return {**self.progress(), "load": [], "variables": variables}, {}

@@ -412,3 +412,13 @@ def test_numbers_of_numpy_may_be_kept_in_state() -> None:
     state, outputs = run_epochs(Summing(None), [rows], key=KEY, output=COUNTS, frames=FrameSettings())
     assert outputs[0][0]["id"] == repr((3, 1.5, "a", at))
     assert state.value("s", "a") == (3, 1.5, "a", at.astimezone(dt.UTC))
+
+
+@pytest.mark.parametrize(
+    ("rows_max", "bytes_max", "expected"),
+    [(0, 2**31 - 1, 1000), (10, 2**31 - 1, 10), (0, 2, 1), (0, 80, 10), (5, 80, 5), (20, 81, 11), (0, 10**6, 1000)],
+)
+def test_frames_are_as_large_as_rows_and_bytes_allow(rows_max: int, bytes_max: int, expected: int) -> None:
+    rows = pa.table({"n": pa.array(range(1000), pa.int64())})
+    assert FrameSettings(rows_max=rows_max, bytes_max=bytes_max).rows_in_frame(rows) == expected
+    assert FrameSettings(rows_max=rows_max, bytes_max=bytes_max).rows_in_frame(rows.slice(0, 0)) >= 1

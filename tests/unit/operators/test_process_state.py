@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from process_model import fields, run_epochs
 from process_script import EXISTS, GET, ITEMS, KEY, LIST, OUTPUT, Act, Scripted, run, set_value
+from pyspark.errors import PySparkRuntimeError
 from pyspark.sql.streaming.stateful_processor import StatefulProcessorHandle
 
 from anabranch.core.errors import EpochError, UnsupportedError
@@ -88,6 +89,40 @@ def test_state_is_deleted_in_init_only() -> None:
 def test_state_variables_are_asked_for_in_init_only() -> None:
     with pytest.raises(EpochError, match="state variable late was asked for after init"):
         run({"a": "late"}, late=lambda p: p.handle.getValueState("late", fields(x="long")))
+
+
+class Deleting(Scripted):
+    """Asks for state and then deletes it, all in init."""
+
+    def init(self, handle: StatefulProcessorHandle) -> None:
+        super().init(handle)
+        self.gone_value = handle.getValueState("gone value", fields(x="long"))
+        self.gone_list = handle.getListState("gone list", fields(x="long"))
+        self.gone_map = handle.getMapState("gone map", fields(x="long"), fields(x="long"))
+        for name in ("gone value", "gone list", "gone map"):
+            handle.deleteIfExists(name)
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda p: p.gone_value.exists(), "Error checking value state exists: .*gone value was deleted in init"),
+        (lambda p: p.gone_value.update((1,)), "Error updating value state"),
+        (lambda p: p.gone_list.appendValue((1,)), "Error updating value state"),
+        (lambda p: next(p.gone_list.get()), "Error getting value state"),
+        (lambda p: p.gone_map.containsKey((1,)), "Error checking if map state contains key"),
+        (lambda p: p.gone_map.clear(), "Error clearing map state: .*gone map was deleted"),
+    ],
+)
+def test_what_init_has_deleted_cannot_be_used_and_is_not_stored(act: Act, says: str) -> None:
+    def attempt(processor: Any) -> None:
+        with pytest.raises(PySparkRuntimeError, match=says):
+            act(processor)
+        processor.value.update((7,))
+
+    state, _ = run_epochs(Deleting({"go": attempt}), [[{"id": "a", "step": "go"}]], key=KEY, output=OUTPUT)
+    assert state.value("v", "a") == (7,)
+    assert not any(name.startswith("gone") for name in state.entries)
 
 
 class Unsteady(Scripted):

@@ -15,7 +15,7 @@ from anabranch.operators.groupstate.run import run_groups
 from anabranch.operators.keys import StageName, arrow_schema
 from anabranch.operators.process.build import event_time_of, frame_settings, key_fields_of
 from anabranch.operators.process.declare import declare_state
-from anabranch.operators.process.program import TimeMode
+from anabranch.operators.process.program import UNLIMITED_BYTES, TimeMode
 from anabranch.operators.process.stage import ProcessStage
 
 _METHOD = "applyInPandasWithState"
@@ -64,7 +64,7 @@ def build_group_state(
         spec=declare_state(processor, arrow_schema(key_fields), name.number, name.name, _TIME_MODES[timeout]),
         processor=processor,
         output=sample.schema,
-        frames=replace(frame_settings(spark), widened=False),
+        frames=replace(frame_settings(spark), widened=False, bytes_max=UNLIMITED_BYTES),
         time_mode=_TIME_MODES[timeout],
     )
     stage = ProcessStage(

@@ -11,10 +11,10 @@ from pyspark.sql.types import StructField, StructType, TimestampNTZType, Timesta
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.operators.keys import WATERMARK, StageName, arrow_schema, check_key_fields
-from anabranch.operators.process.declare import check_output_mode, checked_time_mode, declare_state
+from anabranch.operators.process.declare import check_output_mode, checked_time_mode, declare
 from anabranch.operators.process.frames import run_frames
 from anabranch.operators.process.initial import initial_state
-from anabranch.operators.process.program import FrameSettings, Program, TimeMode
+from anabranch.operators.process.program import UNLIMITED_BYTES, FrameSettings, Program, TimeMode
 from anabranch.operators.process.rows import run_rows
 from anabranch.operators.process.stage import ProcessStage
 
@@ -43,12 +43,14 @@ def build_process(
     result: StructType = spark.createDataFrame([], output).schema
     if event_time_column:
         result = _with_event_time(result, event_time_column, mode, rows, method)
+    declared = declare(processor, arrow_schema(key_fields), name.number, name.name, mode)
     program = Program(
-        spec=declare_state(processor, arrow_schema(key_fields), name.number, name.name, mode),
+        spec=declared.spec,
         processor=processor,
         output=result,
         frames=frame_settings(spark),
         time_mode=mode,
+        deleted_variables=len(declared.deleted),
     )
     stage = ProcessStage(
         name.parallelism,
@@ -116,8 +118,17 @@ def frame_settings(spark: SparkSession) -> FrameSettings:
     return FrameSettings(
         timezone=spark.conf.get("spark.sql.session.timeZone") or "UTC",
         rows_max=int(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch") or 10_000),
+        bytes_max=_bytes(spark, spark.conf.get("spark.sql.execution.arrow.maxBytesPerBatch", None)),
         by_name=flag("spark.sql.legacy.execution.pandas.groupedMap.assignColumnsByName", "true"),
         safely=flag("spark.sql.execution.pandas.convertToArrowArraySafely", "false"),
         int_to_decimal=flag("spark.sql.execution.pythonUDF.pandas.intToDecimalCoercionEnabled", "false"),
         prefer_int_extension=flag("spark.sql.execution.pythonUDF.pandas.preferIntExtensionDtype", "false"),
     )
+
+
+def _bytes(spark: SparkSession, size: str | None) -> int:
+    """A size as Spark writes it, such as 64m."""
+    if not size:
+        return UNLIMITED_BYTES
+    jvm: Any = spark._jvm
+    return int(jvm.org.apache.spark.network.util.JavaUtils.byteStringAsBytes(size))

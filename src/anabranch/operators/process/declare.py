@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -52,10 +53,27 @@ def declare_state(
     name: str,
     time_mode: TimeMode = TimeMode.NONE,
 ) -> StageSpec:
-    """The stage that runs a processor, with the state variables that its ``init`` asks for.
+    """The stage that runs a processor, with the state variables that its ``init`` asks for."""
+    return declare(processor, key, number, name, time_mode).spec
 
-    A copy of the processor is asked, so that the user's own stays as it is.
-    """
+
+@dataclass(frozen=True)
+class Declaration:
+    """What ``init`` says about state."""
+
+    spec: StageSpec
+    #: State variables that it lets go of.
+    deleted: frozenset[str]
+
+
+def declare(
+    processor: StatefulProcessor,
+    key: pa.Schema,
+    number: StageNumber,
+    name: str,
+    time_mode: TimeMode = TimeMode.NONE,
+) -> Declaration:
+    """Ask a copy of the processor, so that the user's own stays as it is."""
     _refuse_names(f"Stage {name}: its key", key)
     try:
         copy: StatefulProcessor = cloudpickle.loads(cloudpickle.dumps(processor))  # type: ignore[no-untyped-call]
@@ -68,7 +86,8 @@ def declare_state(
     copy.init(handle)
     copy.close()
     timers = () if time_mode is TimeMode.NONE else (TIMERS_SPEC,)
-    return StageSpec(number, name, key, (*handle.variables.values(), *timers))
+    spec = StageSpec(number, name, key, (*handle.variables.values(), *timers))
+    return Declaration(spec, frozenset(handle.deleted))
 
 
 class _RecordingHandle(BaseHandle):
@@ -77,7 +96,7 @@ class _RecordingHandle(BaseHandle):
     def __init__(self, stage: str, time_mode: TimeMode) -> None:
         super().__init__(stage, time_mode)
         self.variables: dict[str, VariableSpec] = {}
-        self._deleted: set[str] = set()
+        self.deleted: set[str] = set()
 
     def getValueState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ValueState:
         value = self._fields(stateName, schema)
@@ -102,23 +121,22 @@ class _RecordingHandle(BaseHandle):
         return LocalMapState(variable, Cursor())
 
     def deleteIfExists(self, stateName: str) -> None:
-        if stateName in self.variables:
-            raise self._deleted_and_used(stateName)
-        self._deleted.add(stateName)
+        self.variables.pop(stateName, None)
+        self.deleted.add(stateName)
 
     def timers(self, method: str) -> LocalTimers:
         if self.time_mode is TimeMode.NONE:
             return super().timers(method)
         raise self.unsupported(f"{method} in init", _NOT_IN_INIT)
 
-    def _deleted_and_used(self, name: str) -> UnsupportedError:
-        advice = "Delete a state variable that init does not ask for, and use a new name for what starts empty"
-        return self.unsupported(f"deleteIfExists({name!r}) of a state variable that init asks for", advice)
+    def _used_again(self, name: str) -> UnsupportedError:
+        advice = "Use a new name for what starts empty"
+        return self.unsupported(f"deleteIfExists({name!r}) of a state variable that init asks for later", advice)
 
     def _record(self, variable: VariableSpec, ttl_duration_ms: int | None) -> VariableSpec:
         ttl_ms = self.checked_ttl(variable.name, ttl_duration_ms)
-        if variable.name in self._deleted:
-            raise self._deleted_and_used(variable.name)
+        if variable.name in self.deleted:
+            raise self._used_again(variable.name)
         if variable.name == TIMERS:
             raise self.unsupported(f"a state variable named {TIMERS}, as timers are", "Use another name")
         if not variable.name.strip() or variable.name != variable.name.strip():

@@ -93,7 +93,7 @@ class FrameRunner:
         settings = self._program.frames
         (key,) = frame_keys(prior.given_keys.slice(number, 1), settings)
         start, stop = prior.offsets[number : number + 2].tolist()
-        rows_max = settings.rows_max if settings.rows_max > 0 else stop - start
+        rows_max = settings.rows_in_frame(prior.rows)
         try:
             for frame in _in_pieces(prior.rows, start, stop, rows_max, settings):
                 self._program.processor.handleInitialState(key, frame, self._timers)
@@ -106,7 +106,7 @@ class FrameRunner:
         groups, settings = self._groups, self._program.frames
         keys = self.row_keys(groups.given_keys.slice(first, end - first))
         offsets = groups.offsets[first : end + 1].tolist()
-        rows_max = settings.rows_max if settings.rows_max > 0 else offsets[-1]
+        rows_max = settings.rows_in_frame(groups.rows)
         base, rows = offsets[0], offsets[-1] - offsets[0]
         if rows > ROWS_MAX:
             return iter([(keys[0], _in_pieces(groups.rows, base, offsets[-1], rows_max, settings))])

@@ -15,6 +15,7 @@ from pyspark.sql.streaming.stateful_processor import (
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+from anabranch.operators.process.deleted import deleted_state
 from anabranch.operators.process.list_state import LocalListState
 from anabranch.operators.process.map_state import LocalMapState
 from anabranch.operators.process.program import TimeMode
@@ -82,6 +83,8 @@ class LocalHandle(BaseHandle):
             self.deleteTimer = self._timers.delete  # type: ignore[method-assign]
         self._declared = {variable.name: variable for variable in spec.variables if variable.name != TIMERS}
         self._open = True
+        #: What init has asked for although it was not declared: it has to delete it as well.
+        self._undeclared: dict[str, VariableKind] = {}
 
     # The schemas were read when the query was built; in a task, nothing can parse a string of them.
 
@@ -116,6 +119,7 @@ class LocalHandle(BaseHandle):
             raise PySparkRuntimeError(
                 f"Stage {self.stage}: deleteIfExists({stateName!r}) was called after init. Call it in init only."
             )
+        self._undeclared.pop(stateName, None)
 
     def timers(self, method: str) -> LocalTimers:
         return self._timers if self._timers is not None else super().timers(method)
@@ -123,6 +127,11 @@ class LocalHandle(BaseHandle):
     def close(self) -> None:
         """From now on, no state variable can be asked for: init is over."""
         self._open = False
+        for name, kind in self._undeclared.items():
+            raise PySparkRuntimeError(
+                f"Stage {self.stage}: {kind} state variable {name} was not declared when the query was built. "
+                "Let init ask for the same state variables wherever it runs."
+            )
 
     def _bind(
         self,
@@ -143,10 +152,8 @@ class LocalHandle(BaseHandle):
         ttl_ms = self.checked_ttl(name, ttl_duration_ms)
         declared = self._declared.get(name)
         if declared is None or declared.kind is not kind or has_expiry(declared) != (ttl_ms is not None):
-            raise PySparkRuntimeError(
-                f"Stage {self.stage}: {kind} state variable {name} was not declared when the query was built. "
-                "Let init ask for the same state variables wherever it runs."
-            )
+            self._undeclared[name] = kind
+            return deleted_state(name, kind)  # type: ignore[no-any-return]
         local = create(without_expiry(declared), self.cursor)
         self.variables[name] = local
         if ttl_ms is not None:

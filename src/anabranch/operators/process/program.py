@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -14,6 +15,8 @@ from anabranch.core.schemas import StageSpec
 
 #: The most rows in one output batch, and about as many rows of input at a time as Python objects.
 ROWS_MAX = 10_000
+#: Spark's own largest size of a batch, which means none.
+UNLIMITED_BYTES = 2**31 - 1
 
 
 class TimeMode(Enum):
@@ -32,6 +35,8 @@ class FrameSettings:
     timezone: str = "UTC"
     #: spark.sql.execution.arrow.maxRecordsPerBatch: the most rows in one input frame.
     rows_max: int = ROWS_MAX
+    #: spark.sql.execution.arrow.maxBytesPerBatch: about the most bytes in one input frame.
+    bytes_max: int = UNLIMITED_BYTES
     #: spark.sql.legacy.execution.pandas.groupedMap.assignColumnsByName
     by_name: bool = True
     #: spark.sql.execution.pandas.convertToArrowArraySafely
@@ -44,6 +49,13 @@ class FrameSettings:
     #: frames have the types of their own rows: numbers of an int column are floats only where some are null.
     widened: bool = True
 
+    def rows_in_frame(self, rows: pa.Table) -> int:
+        """How many of these rows may go into one frame."""
+        limit = self.rows_max if self.rows_max > 0 else max(rows.num_rows, 1)
+        if self.bytes_max < UNLIMITED_BYTES and rows.nbytes:
+            limit = min(limit, max(1, math.ceil(self.bytes_max * rows.num_rows / rows.nbytes)))
+        return limit
+
 
 @dataclass(frozen=True)
 class Program:
@@ -54,6 +66,8 @@ class Program:
     output: StructType
     frames: FrameSettings = field(default_factory=FrameSettings)
     time_mode: TimeMode = TimeMode.NONE
+    #: How many state variables init deletes.
+    deleted_variables: int = 0
 
     @property
     def output_schema(self) -> pa.Schema:

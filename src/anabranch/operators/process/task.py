@@ -71,11 +71,11 @@ def run_task(
     try:
         try:
             processor.init(local.handle)
+            local.handle.close()
         except AnabranchError:
             raise
         except Exception as error:
             raise user_error(program, "init", error) from error
-        local.handle.close()
         local.read(state)
         runner = make_runner(program, groups, local.handle.cursor, times)
         for batch in _work(groups, prior, local, runner, due_up_to_ms):
