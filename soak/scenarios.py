@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from soak.crashpoints import CHANGE_POINTS, POINTS, START_POINTS
-from soak.jobs import JOBS, InputRow, make_files
+from soak.jobs import JOBS, InputRow, make_files, make_last_files
 
 
 class Kind(StrEnum):
@@ -19,6 +19,8 @@ class Kind(StrEnum):
     FREEZE = "worker frozen"
     #: A state worker stands still for less than that.
     HICCUP = "worker slow"
+    #: The process that state workers are forked from is killed; those that it has forked go on.
+    NURSERY = "nursery killed"
     #: A Python process that runs tasks of Spark's is killed.
     TASK = "task process killed"
     #: The query is asked for another number of workers, or another parallelism.
@@ -43,6 +45,7 @@ _WEIGHTS = {
     Kind.WORKER: 6,
     Kind.FREEZE: 3,
     Kind.HICCUP: 2,
+    Kind.NURSERY: 2,
     Kind.TASK: 3,
     Kind.RESCALE: 8,
     Kind.JOIN: 2,
@@ -91,11 +94,19 @@ class Scenario:
 
     @property
     def epochs(self) -> int:
-        return -(-self.files // self.files_per_epoch)
+        """Those with rows."""
+        return -(-(self.files + self._last_files) // self.files_per_epoch)
+
+    @property
+    def _last_files(self) -> int:
+        """Of the first of two epochs the watermark moves, and in the second everything goes out that waited for it."""
+        return 2 * self.files_per_epoch if JOBS[self.job].goes_by_event_time else 0
 
     def input(self) -> list[list[InputRow]]:
         """The rows of each input file."""
-        return make_files(self.seed, files=self.files, rows=self.rows, keys=self.keys)
+        files = make_files(self.seed, files=self.files, rows=self.rows, keys=self.keys)
+        last = self._last_files
+        return files + make_last_files(self.seed, after=self.files, files=last, rows=self.rows, keys=self.keys)
 
     def __str__(self) -> str:
         kind = f"{self.workers} {self.store} workers{' of their own' if self.apart else ''}, {self.migration}"
