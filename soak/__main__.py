@@ -13,7 +13,7 @@ import typer
 from pyspark.sql import SparkSession
 
 from soak.driver import make_session
-from soak.jobs import MODELS
+from soak.jobs import JOBS, MODELS
 from soak.places import Places
 from soak.reference import rows_by_spark
 from soak.run import Outcome, clear, modelled, play
@@ -25,6 +25,7 @@ _SEEDS = 1 << 31
 def soak(
     minutes: Annotated[float, typer.Option(help="Start no further scenario after so many minutes.")] = 10.0,
     seed: Annotated[int | None, typer.Option(help="The first scenario; the next ones follow it.")] = None,
+    job: Annotated[str | None, typer.Option(help=f"Play this query only: {', '.join(JOBS)}.")] = None,
     folder: Annotated[Path | None, typer.Option(help="Where to work; what failed stays there.")] = None,
 ) -> None:
     """Disturb real queries at random, and compare rows and state with those of Spark and of undisturbed runs.
@@ -35,6 +36,8 @@ def soak(
     Faults: workers, drivers, tasks and the process that workers are forked from are killed; workers and whole drivers
     stand still; workers join and leave; the query is rescaled; drivers end at each step of an epoch.
     """
+    if job is not None and job not in JOBS:
+        raise typer.BadParameter(f"There is no query {job!r}. There are: {', '.join(JOBS)}.")
     first = time.time_ns() % _SEEDS if seed is None else seed
     place = Path(tempfile.mkdtemp(prefix="anabranch-soak-")) if folder is None else folder
     place.mkdir(parents=True, exist_ok=True)
@@ -45,7 +48,7 @@ def soak(
     checked: set[str] = set()
     end_s = time.monotonic() + 60 * minutes
     while not outcomes or time.monotonic() < end_s:
-        scenario = draw(first + len(outcomes))
+        scenario = draw(first + len(outcomes), job=job)
         if scenario.job in MODELS and scenario.job not in checked:
             wrong += check_model(spark, first, scenario.job, place)
             checked.add(scenario.job)
@@ -96,7 +99,7 @@ def summary(outcomes: list[Outcome]) -> list[str]:
     faults: Counter[Kind] = Counter()
     for outcome in outcomes:
         faults.update(outcome.faults)
-    failed = [outcome.scenario.seed for outcome in outcomes if not outcome.is_right]
+    failed = [outcome.scenario for outcome in outcomes if not outcome.is_right]
     ended = [outcome.scenario.seed for outcome in outcomes if outcome.errors]
     jobs = Counter(outcome.scenario.job for outcome in outcomes)
     lines = [
@@ -109,7 +112,7 @@ def summary(outcomes: list[Outcome]) -> list[str]:
         f"wrong      {sum(outcome.verdict.wrong for outcome in outcomes)}",
         f"queries that ended by themselves and went on after a restart  {len(ended)}{_seeds(ended)}",
     ]
-    lines += [f"WRONG; to see it again: ./run soak --minutes 0 --seed {seed}" for seed in failed]
+    lines += [f"WRONG; to see it again: ./run soak --minutes 0 --seed {each.seed} --job {each.job}" for each in failed]
     return lines
 
 

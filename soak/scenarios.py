@@ -113,17 +113,18 @@ class Scenario:
         return f"seed {self.seed}: {self.job}, {self.epochs} epochs of {self.files_per_epoch} files, {kind}"
 
 
-def draw(seed: int, *, faults_max: int = 8) -> Scenario:
-    """The scenario of a seed."""
+def draw(seed: int, *, faults_max: int = 8, job: str | None = None) -> Scenario:
+    """The scenario of a seed, which says also of which job, unless one is given."""
     random_ = random.Random(f"scenario {seed}")
     files_per_epoch = random_.randint(1, 3)
     epochs = random_.randint(15, 40)
     apart = random_.random() < 0.25
     workers = random_.randint(2, 3) + apart
     crashes = _crashes(random_, epochs)
+    drawn = random_.choice(sorted(JOBS))
     return Scenario(
         seed=seed,
-        job=random_.choice(sorted(JOBS)),
+        job=drawn if job is None else job,
         files=epochs * files_per_epoch - random_.randrange(files_per_epoch),
         rows=random_.choice([20, 60, 300]),
         keys=random_.choice([50, 400, 3000]),
