@@ -55,15 +55,16 @@ def make_last_files(seed: int, *, after: int, files: int, rows: int, keys: int) 
     """Files for the end of event time, after so many others.
 
     Their times are far from those of the others, and so near to each other that it makes no difference to them how
-    often the watermark moves: an epoch without rows may follow or not.
+    often the watermark moves: an epoch without rows may follow or not. They have keys of their own, so that timers of
+    other keys are not put off.
     """
     draw = random.Random(f"last input {seed}")
 
     def row() -> InputRow:
         value = _SPREAD_S * draw.randrange(50) + draw.randrange(8)
-        return f"k{draw.randrange(keys):04d}", value, draw.choice(_TAGS), after + _FAR
+        return f"z{draw.randrange(keys):04d}", value, draw.choice(_TAGS), after + _FAR
 
-    first = [("k0000", 0, tag, after + _FAR) for tag in _TAGS]
+    first = [("z0000", 0, tag, after + _FAR) for tag in _TAGS]
     return [[*first, *(row() for _ in range(rows))] for _ in range(files)]
 
 

@@ -21,7 +21,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-u
 EVENTS = "kind string, user string, at timestamp, amount bigint"
 _DELAY = "10 seconds"
 #: How long a user may be away before a visit ends.
-_AWAY_MS = 15_000
+_AWAY_MS = 5_000
 
 Pipeline = Callable[[Any], Any]
 
