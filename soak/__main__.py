@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 import time
@@ -33,8 +34,9 @@ def soak(
     Queries: aggregations, windows, sessions, dropped duplicates, an outer join, processors with value, list and map
     state and timers, applyInPandasWithState, processInArrow; with memory, RocksDB or Redis.
 
-    Faults: workers, drivers, tasks and the process that workers are forked from are killed; workers and whole drivers
-    stand still; workers join and leave; the query is rescaled; drivers end at each step of an epoch.
+    Faults: workers, drivers, tasks, the process that workers are forked from and Spark's source processes are killed;
+    workers and whole drivers stand still; workers join and leave; the query is rescaled; drivers end at each step of
+    an epoch.
     """
     if job is not None and job not in JOBS:
         raise typer.BadParameter(f"There is no query {job!r}. There are: {', '.join(JOBS)}.")
@@ -126,4 +128,6 @@ def say(line: str) -> None:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # Whoever ends the soak wants none of its processes to stay.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before its time"))
     typer.run(soak)

@@ -28,6 +28,8 @@ _MARK = "SOAK_MARK"
 _DRIVER_MARK = "SOAK_DRIVER"
 #: What a nursery runs, and what is forked from it seems to run.
 _NURSERY = "anabranch.worker.nursery"
+#: What Spark runs for a streaming source that is written in Python.
+_SOURCE = "pyspark.sql.streaming.python_streaming_source_runner"
 _LOOK_INTERVAL_S = 0.02
 _REDIS_START_S = 20.0
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess)
@@ -84,6 +86,9 @@ class Driver:
         """Spark's Python processes that run tasks: the daemon's children."""
         daemons = {process.pid for process in self.family() if _runs(process, "pyspark.daemon")}
         return [process for process in self.family() if _parent(process) in daemons]
+
+    def source_processes(self) -> list[psutil.Process]:
+        return [process for process in self.family() if _runs(process, _SOURCE)]
 
     def jvm(self) -> list[psutil.Process]:
         return [process for process in self.family() if _is_java(process)]

@@ -129,6 +129,8 @@ class _Run:
         #: Workers that joined by themselves: their pids.
         self._guests: list[int] = []
         self._guest_numbers = itertools.count(1)
+        #: Whether Spark has to end the query of this driver.
+        self._is_source_killed = False
         self._last_fault_s = self._ready_s = time.monotonic()
         self._moved: tuple[float, int, int] = (time.monotonic(), 0, 0)
         if scenario.store == "redis":
@@ -183,6 +185,7 @@ class _Run:
             arguments += ["--option", f"anabranch.{name}={value}"]
         self.drivers += 1
         self._ready_s = 0.0
+        self._is_source_killed = False
         return self.processes.start_driver(arguments, crash=self._crashes[0] if self._crashes else None)
 
     def _note_end(self, driver: Driver, code: int) -> None:
@@ -191,6 +194,8 @@ class _Run:
             self._crashes.popleft()
         elif code == FAILED:
             error = driver.error() or {"kind": "unknown", "message": ""}
+            if self._is_source_killed and "source" in error["message"]:
+                return
             self.errors.append(f"{error['kind']}: {error['message'][:600]}")
         elif code != -signal.SIGKILL:
             self.errors.append(f"the driver ended with {code}; see {self._places.log}")
@@ -259,6 +264,9 @@ class _Run:
             case Kind.TASK:
                 tasks = self._driver.task_processes()
                 return bool(tasks) and send(choice.choice(tasks), signal.SIGKILL)
+            case Kind.SOURCE:
+                self._is_source_killed = any(send(each, signal.SIGKILL) for each in self._driver.source_processes())
+                return self._is_source_killed
             case Kind.DRIVER:
                 self._driver.process.kill()
             case Kind.MACHINE:

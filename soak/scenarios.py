@@ -23,6 +23,9 @@ class Kind(StrEnum):
     NURSERY = "nursery killed"
     #: A Python process that runs tasks of Spark's is killed.
     TASK = "task process killed"
+    #: The process beside the driver in which Spark asks for epochs without rows is killed: Spark ends the query, and a
+    #: new driver starts.
+    SOURCE = "source process killed"
     #: The query is asked for another number of workers, or another parallelism.
     RESCALE = "rescaled"
     #: A state worker that was started by hand joins the query.
@@ -40,7 +43,7 @@ class Kind(StrEnum):
 
 
 #: After these, a new driver starts.
-ENDS_DRIVER = frozenset({Kind.DRIVER, Kind.MACHINE, Kind.ZOMBIE, Kind.CRASH})
+ENDS_DRIVER = frozenset({Kind.SOURCE, Kind.DRIVER, Kind.MACHINE, Kind.ZOMBIE, Kind.CRASH})
 _WEIGHTS = {
     Kind.WORKER: 6,
     Kind.FREEZE: 3,
@@ -50,6 +53,7 @@ _WEIGHTS = {
     Kind.RESCALE: 8,
     Kind.JOIN: 2,
     Kind.LEAVE: 3,
+    Kind.SOURCE: 1,
     Kind.DRIVER: 2,
     Kind.MACHINE: 1,
     Kind.ZOMBIE: 1,
