@@ -16,8 +16,9 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 
 import anabranch
+from anabranch.core.schemas import POSITION
 from soak import crashpoints
-from soak.jobs import JOBS, SCHEMA, Job, State
+from soak.jobs import JOBS, SCHEMA, Job, State, Values, plain
 from soak.places import Places, write_json
 
 FAILED = 3
@@ -28,7 +29,7 @@ def start(
 ) -> Any:
     """Start the query, from the beginning or from its checkpoint."""
     stream = job.build(anabranch.stream(source(spark, places, files_per_epoch)))
-    writer = stream.writeStream.outputMode("update").format("parquet").option("path", str(places.output))
+    writer = stream.writeStream.outputMode(job.mode).format("parquet").option("path", str(places.output))
     return writer.options(checkpointLocation=str(places.checkpoint), **(options or {})).start()
 
 
@@ -39,16 +40,28 @@ def source(spark: SparkSession, places: Places, files_per_epoch: int) -> DataFra
 
 def state_of(query: Any, job: Job) -> State:
     """The state of a running query, in the form of the model's."""
-    return {name: _rows(query.state(*place).collect(), name) for name, place in job.variables.items()}
+    if job.variables is not None:
+        return {name: _rows(query.state(*place).collect(), name) for name, place in job.variables.items()}
+    found = {}
+    for stage in query.pipeline.stateful_stages:
+        for variable in stage.spec.variables:
+            rows = query.state(stage.spec.name, variable.name)
+            # Which element of a list has which position may depend on the order in which rows came.
+            found[f"{stage.spec.name} {variable.name}"] = _sorted(rows.drop(POSITION).collect())
+    return found
 
 
-def _rows(found: list[Any], name: str) -> list[tuple[Any, ...]]:
+def _rows(found: list[Any], name: str) -> list[Values]:
     if name != "recent":
-        return sorted(map(tuple, found))
+        return _sorted(found)
     lists: dict[str, list[tuple[int, int]]] = {}
     for key, position, value in found:
         lists.setdefault(key, []).append((position, value))
     return sorted((key, *(value for _, value in sorted(entries))) for key, entries in lists.items())
+
+
+def _sorted(found: list[Any]) -> list[Values]:
+    return sorted(map(plain, found), key=repr)
 
 
 def make_session(folder: Path) -> SparkSession:

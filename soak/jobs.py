@@ -15,6 +15,8 @@ from pyspark.sql import Row
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
+from soak import operators
+
 # Tasks run in processes that do not have this package on their path.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
 
@@ -29,6 +31,15 @@ _TAGS = ("red", "green", "blue")
 #: A list that has grown longer than this is cut to its last values.
 _LONGEST = 5
 _KEPT = 3
+#: Event time: of file number 0, how far each file is after the one before, and how far rows are apart at most.
+_FIRST_S = 1_767_268_800
+_STEP_S = 5
+_SPREAD_S = 13
+#: Rows with a lower value come so much later than they should.
+_LATE_BELOW = -500
+_LATE_S = 12
+#: How many files the last ones seem to be after the others: all that waits for event time goes out before them.
+_FAR = 1000
 
 
 def make_files(seed: int, *, files: int, rows: int, keys: int) -> list[list[InputRow]]:
@@ -40,21 +51,42 @@ def make_files(seed: int, *, files: int, rows: int, keys: int) -> list[list[Inpu
     ]
 
 
+def make_last_files(seed: int, *, after: int, files: int, rows: int, keys: int) -> list[list[InputRow]]:
+    """Files for the end of event time, after so many others.
+
+    Their times are far from those of the others, and so near to each other that it makes no difference to them how
+    often the watermark moves: an epoch without rows may follow or not. They have keys of their own, so that timers of
+    other keys are not put off.
+    """
+    draw = random.Random(f"last input {seed}")
+
+    def row() -> InputRow:
+        value = _SPREAD_S * draw.randrange(50) + draw.randrange(8)
+        return f"z{draw.randrange(keys):04d}", value, draw.choice(_TAGS), after + _FAR
+
+    first = [("z0000", 0, tag, after + _FAR) for tag in _TAGS]
+    return [[*first, *(row() for _ in range(rows))] for _ in range(files)]
+
+
 def epochs_of(files: Sequence[Sequence[InputRow]], files_per_epoch: int) -> list[list[InputRow]]:
     """What Spark's file source makes of files that are all there from the start."""
     starts = range(0, len(files), files_per_epoch)
     return [[row for file in files[start : start + files_per_epoch] for row in file] for start in starts]
 
 
-def epochs_taken(files: Sequence[Sequence[InputRow]], checkpoint: Path) -> list[list[InputRow]]:
-    """What Spark's file source made of them, one file at a time.
+def epochs_taken(
+    files: Sequence[Sequence[InputRow]], checkpoint: Path, files_per_epoch: int = 1
+) -> list[list[InputRow]]:
+    """What Spark's file source made of them.
 
-    A driver that dies after the source has noted a file, and before Spark has noted the epoch, leaves that file to the
-    next epoch, which then has two.
+    A driver that dies after the source has noted files, and before Spark has noted the epoch, leaves those files to the
+    next epoch, which then has twice as many.
     """
     epochs, start = [], 0
     for offsets in sorted((checkpoint / "offsets").glob("[0-9]*"), key=lambda path: int(path.name)):
-        end = int(json.loads(offsets.read_text().splitlines()[-1])["logOffset"]) + 1
+        # The offset of the files is the first; that of epochs without rows may follow.
+        offset = offsets.read_text().splitlines()[2]
+        end = files_per_epoch * (int(json.loads(offset)["logOffset"]) + 1)
         epochs.append([row for file in files[start:end] for row in file])
         start = end
     return epochs
@@ -68,15 +100,44 @@ class Expected:
     state: State
 
 
+def plain(row: Sequence[Any]) -> Values:
+    """A row to compare, which JSON can hold. The order of a collected set, and the last digits of sums, are chance."""
+    return tuple(_plain(value) for value in row)
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return float(f"{value:.9g}")
+        case list():
+            return str(sorted(map(_plain, value), key=repr))
+        case tuple():
+            return str(plain(value))
+        case _:
+            return str(value)
+
+
+Model = Callable[[Sequence[Sequence[InputRow]]], Expected]
+
+
 @dataclass(frozen=True)
 class Job:
-    """A query, and a plain model of it."""
+    """A query, and a plain model of it; if there is none, Spark and an undisturbed run say what comes out."""
 
     name: str
     build: Callable[[Any], Any]
-    model: Callable[[Sequence[Sequence[InputRow]]], Expected]
-    #: Stage and variable of each part of its state, by the name that the model gives it.
-    variables: dict[str, tuple[str, str | None]]
+    model: Model | None = None
+    #: Stage and variable of each part of its state, by the name that the model gives it; None: all there are.
+    variables: dict[str, tuple[str, str | None]] | None = None
+    mode: str = "update"
+    #: What gives the same in Spark, if it is not the same query.
+    native: Callable[[Any], Any] | None = None
+
+    @property
+    def goes_by_event_time(self) -> bool:
+        return self.mode == "append"
 
 
 # ------------------------------------------------------------------------------------------------ aggregation
@@ -215,6 +276,28 @@ def _model_two_stages(epochs: Sequence[Sequence[InputRow]]) -> Expected:
     return Expected(rows, {**first.state, "result": sorted(latest.values())})
 
 
+# ------------------------------------------------------------------------------------------------- event time
+
+
+def events(rows: Any) -> Any:
+    """The rows of the input as events of users, some of them late."""
+    late_s = F.when(F.col("v") < _LATE_BELOW, _LATE_S).otherwise(0)
+    at_s = F.lit(_FIRST_S) + _STEP_S * F.col("e") + F.pmod("v", F.lit(_SPREAD_S)) - late_s
+    kind = F.when(F.col("tag") == "red", "view").when(F.col("tag") == "green", "click").otherwise("other")
+    return rows.select(
+        kind.alias("kind"), F.col("k").alias("user"), F.timestamp_seconds(at_s).alias("at"), F.col("v").alias("amount")
+    )
+
+
+def _of_events(name: str, pipeline: operators.Pipeline, native: operators.Pipeline | None = None) -> Job:
+    mode = "append" if native is None else "update"
+    return Job(name, _on_events(pipeline), mode=mode, native=native and _on_events(native))
+
+
+def _on_events(pipeline: operators.Pipeline) -> operators.Pipeline:
+    return lambda rows: pipeline(events(rows))
+
+
 _LEDGER_VARIABLES: dict[str, tuple[str, str | None]] = {name: ("stage1", name) for name in ("sums", "recent", "tags")}
 
 JOBS = {
@@ -223,5 +306,15 @@ JOBS = {
         Job("aggregate", aggregate, _model_aggregate, {"result": ("stage1", None)}),
         Job("process", process, _model_process, _LEDGER_VARIABLES),
         Job("two-stages", two_stages, _model_two_stages, {**_LEDGER_VARIABLES, "result": ("stage3", None)}),
+        _of_events("windows", operators.windows),
+        _of_events("windows-of-windows", operators.windows_of_windows),
+        _of_events("sessions", operators.sessions),
+        _of_events("duplicates", operators.duplicates),
+        _of_events("matches", operators.matches),
+        _of_events("visits", operators.visits),
+        _of_events("absences", operators.absences),
+        _of_events("totals", operators.totals, native=operators.totals_by_spark),
     )
 }
+#: Those that have a model.
+MODELS = {job.name: job.model for job in JOBS.values() if job.model is not None}

@@ -46,6 +46,11 @@ class Places:
         return self.root / "drivers.log"
 
     @property
+    def reference(self) -> Places:
+        """Where a query that nobody disturbs keeps its things."""
+        return Places(self.root / "undisturbed")
+
+    @property
     def held(self) -> Path:
         """There once a driver waits at the point where it was to be held up."""
         return self.root / "held"

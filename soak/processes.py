@@ -24,6 +24,12 @@ from soak.places import Places
 _ROOT = Path(__file__).resolve().parent.parent
 #: In the environment of all processes of one query, which they hand down: tells whose they are.
 _MARK = "SOAK_MARK"
+#: The same for all that one driver has started, also if what has started it is gone.
+_DRIVER_MARK = "SOAK_DRIVER"
+#: What a nursery runs, and what is forked from it seems to run.
+_NURSERY = "anabranch.worker.nursery"
+#: What Spark runs for a streaming source that is written in Python.
+_SOURCE = "pyspark.sql.streaming.python_streaming_source_runner"
 _LOOK_INTERVAL_S = 0.02
 _REDIS_START_S = 20.0
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess)
@@ -38,7 +44,8 @@ class Driver:
         self.places = places
         self.crash = crash
         command = [sys.executable, "-m", "soak.driver", str(places.root), *arguments]
-        extra = {} if crash is None else {crashpoints.VARIABLE: crash}
+        self._mark = uuid.uuid4().hex
+        extra = {_DRIVER_MARK: self._mark} | ({} if crash is None else {crashpoints.VARIABLE: crash})
         with places.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=_ROOT, env={**environment, **extra}
@@ -65,20 +72,23 @@ class Driver:
         return content
 
     def family(self) -> list[psutil.Process]:
-        """The driver's own process and all that it has started."""
-        try:
-            own = psutil.Process(self.pid)
-            return [own, *own.children(recursive=True)]
-        except _GONE:
-            return []
+        """The driver's own process and all that it has started, the driver first."""
+        return sorted(marked(_DRIVER_MARK, self._mark), key=lambda process: process.pid != self.pid)
 
     def workers(self) -> list[psutil.Process]:
-        return [process for process in self.family()[1:] if is_worker(process)]
+        """Forked from a nursery, which may be gone; that is a child of the driver."""
+        return [process for process in self.family() if _runs(process, _NURSERY) and _parent(process) != self.pid]
+
+    def nurseries(self) -> list[psutil.Process]:
+        return [process for process in self.family() if _runs(process, _NURSERY) and _parent(process) == self.pid]
 
     def task_processes(self) -> list[psutil.Process]:
         """Spark's Python processes that run tasks: the daemon's children."""
         daemons = {process.pid for process in self.family() if _runs(process, "pyspark.daemon")}
         return [process for process in self.family() if _parent(process) in daemons]
+
+    def source_processes(self) -> list[psutil.Process]:
+        return [process for process in self.family() if _runs(process, _SOURCE)]
 
     def jvm(self) -> list[psutil.Process]:
         return [process for process in self.family() if _is_java(process)]
@@ -136,12 +146,7 @@ class Processes:
 
     def left(self) -> list[psutil.Process]:
         """Everything that carries the mark of this query."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(*_GONE, OSError):
-                if process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return marked(_MARK, self._mark)
 
     def end(self) -> None:
         for process in self.left():
@@ -159,8 +164,14 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def is_worker(process: psutil.Process) -> bool:
-    return _runs(process, "worker") and _runs(process, "anabranch")
+def marked(variable: str, mark: str) -> list[psutil.Process]:
+    """All living processes with this in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(*_GONE, OSError):
+            if process.environ().get(variable) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -1,17 +1,16 @@
-"""The references: that the models of the jobs say what Spark itself says."""
+"""The references: what Spark itself says, and what state a query has that nobody disturbs."""
 
 from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
-from soak.driver import source
-from soak.jobs import Values, aggregate, process
+from soak.driver import source, start, state_of
+from soak.jobs import JOBS, Expected, InputRow, Job, Values, plain
 from soak.places import Places
 
 _WAIT_S = 240
@@ -19,30 +18,42 @@ _PROVIDER = "spark.sql.streaming.stateStore.providerClass"
 _ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
 
 
+def undisturbed(spark: SparkSession, job: Job, epochs: Sequence[Sequence[InputRow]], places: Places) -> Expected:
+    """What Spark makes of these epochs, and the state of a query that nobody disturbs. Needs a place of its own."""
+    places.write_input(epochs)
+    rows = _by_streaming(spark, job, places, files_per_epoch=1)
+    query = start(spark, job, places, files_per_epoch=1, options={"anabranch.controlPort": "-1"})
+    try:
+        query.processAllAvailable()
+        state = state_of(query, job)
+    finally:
+        query.stop()
+    return Expected(list(rows.elements()), state)
+
+
 def rows_by_spark(spark: SparkSession, job: str, places: Places, files_per_epoch: int) -> Counter[Values]:
     """What Spark alone makes of a job's input: by streaming, and where it cannot, by a query over all of it."""
-    if job == "aggregate":
-        return _by_streaming(spark, aggregate, places, files_per_epoch)
-    ledgers = _by_streaming(spark, process, places, files_per_epoch)
-    return ledgers if job == "process" else _second_stage(spark, ledgers, files_per_epoch)
+    if job == "two-stages":
+        return _second_stage(spark, _by_streaming(spark, JOBS["process"], places, files_per_epoch), files_per_epoch)
+    return _by_streaming(spark, JOBS[job], places, files_per_epoch)
 
 
-def _by_streaming(
-    spark: SparkSession, query: Callable[[Any], Any], places: Places, files_per_epoch: int
-) -> Counter[Values]:
-    """Spark's own state store, in update mode."""
+def _by_streaming(spark: SparkSession, job: Job, places: Places, files_per_epoch: int) -> Counter[Values]:
+    """With Spark's own operators and state store."""
     rows: Counter[Values] = Counter()
 
     def keep(batch: DataFrame, _: int) -> None:
-        rows.update(map(tuple, batch.collect()))
+        rows.update(map(plain, batch.collect()))
 
     before = spark.conf.get(_PROVIDER, None)
     spark.conf.set(_PROVIDER, _ROCKSDB)
     try:
-        writer = query(source(spark, places, files_per_epoch)).writeStream.outputMode("update").foreachBatch(keep)
+        native = (job.native or job.build)(source(spark, places, files_per_epoch))
+        writer = native.writeStream.outputMode(job.mode).foreachBatch(keep)
         checkpoint = str(places.root / f"native-{uuid.uuid4().hex}")
         started = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
         if not started.awaitTermination(_WAIT_S):
+            started.stop()
             raise TimeoutError(f"Spark's own query took longer than {_WAIT_S} s.")
     finally:
         if before is None:

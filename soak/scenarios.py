@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from soak.crashpoints import CHANGE_POINTS, POINTS, START_POINTS
-from soak.jobs import JOBS, InputRow, make_files
+from soak.jobs import JOBS, InputRow, make_files, make_last_files
 
 
 class Kind(StrEnum):
@@ -19,8 +19,13 @@ class Kind(StrEnum):
     FREEZE = "worker frozen"
     #: A state worker stands still for less than that.
     HICCUP = "worker slow"
+    #: The process that state workers are forked from is killed; those that it has forked go on.
+    NURSERY = "nursery killed"
     #: A Python process that runs tasks of Spark's is killed.
     TASK = "task process killed"
+    #: The process beside the driver in which Spark asks for epochs without rows is killed: Spark ends the query, and a
+    #: new driver starts.
+    SOURCE = "source process killed"
     #: The query is asked for another number of workers, or another parallelism.
     RESCALE = "rescaled"
     #: A state worker that was started by hand joins the query.
@@ -38,15 +43,17 @@ class Kind(StrEnum):
 
 
 #: After these, a new driver starts.
-ENDS_DRIVER = frozenset({Kind.DRIVER, Kind.MACHINE, Kind.ZOMBIE, Kind.CRASH})
+ENDS_DRIVER = frozenset({Kind.SOURCE, Kind.DRIVER, Kind.MACHINE, Kind.ZOMBIE, Kind.CRASH})
 _WEIGHTS = {
     Kind.WORKER: 6,
     Kind.FREEZE: 3,
     Kind.HICCUP: 2,
+    Kind.NURSERY: 2,
     Kind.TASK: 3,
     Kind.RESCALE: 8,
     Kind.JOIN: 2,
     Kind.LEAVE: 3,
+    Kind.SOURCE: 1,
     Kind.DRIVER: 2,
     Kind.MACHINE: 1,
     Kind.ZOMBIE: 1,
@@ -91,28 +98,37 @@ class Scenario:
 
     @property
     def epochs(self) -> int:
-        return -(-self.files // self.files_per_epoch)
+        """Those with rows."""
+        return -(-(self.files + self._last_files) // self.files_per_epoch)
+
+    @property
+    def _last_files(self) -> int:
+        """Of the first of two epochs the watermark moves, and in the second everything goes out that waited for it."""
+        return 2 * self.files_per_epoch if JOBS[self.job].goes_by_event_time else 0
 
     def input(self) -> list[list[InputRow]]:
         """The rows of each input file."""
-        return make_files(self.seed, files=self.files, rows=self.rows, keys=self.keys)
+        files = make_files(self.seed, files=self.files, rows=self.rows, keys=self.keys)
+        last = self._last_files
+        return files + make_last_files(self.seed, after=self.files, files=last, rows=self.rows, keys=self.keys)
 
     def __str__(self) -> str:
         kind = f"{self.workers} {self.store} workers{' of their own' if self.apart else ''}, {self.migration}"
         return f"seed {self.seed}: {self.job}, {self.epochs} epochs of {self.files_per_epoch} files, {kind}"
 
 
-def draw(seed: int, *, faults_max: int = 8) -> Scenario:
-    """The scenario of a seed."""
+def draw(seed: int, *, faults_max: int = 8, job: str | None = None) -> Scenario:
+    """The scenario of a seed, which says also of which job, unless one is given."""
     random_ = random.Random(f"scenario {seed}")
     files_per_epoch = random_.randint(1, 3)
     epochs = random_.randint(15, 40)
     apart = random_.random() < 0.25
     workers = random_.randint(2, 3) + apart
     crashes = _crashes(random_, epochs)
+    drawn = random_.choice(sorted(JOBS))
     return Scenario(
         seed=seed,
-        job=random_.choice(sorted(JOBS)),
+        job=drawn if job is None else job,
         files=epochs * files_per_epoch - random_.randrange(files_per_epoch),
         rows=random_.choice([20, 60, 300]),
         keys=random_.choice([50, 400, 3000]),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from pyspark.sql import SparkSession
 
 from anabranch.checkpoint import Storage, verify
-from soak.jobs import Expected
+from soak.jobs import Expected, State, Values, plain
 from soak.places import Places
 
 _SHOWN = 3
@@ -34,14 +33,14 @@ class Verdict:
 
 def judge(spark: SparkSession, places: Places, expected: Expected) -> Verdict:
     """Compare what a finished query has left behind with what an undisturbed one gives."""
-    rows = Counter(map(tuple, spark.read.parquet(str(places.output)).collect()))
+    rows = Counter(map(plain, spark.read.parquet(str(places.output)).collect()))
     verdict = compare(rows, expected)
     findings = [*verdict.findings, *_state_findings(places, expected), *_checkpoint_findings(places)]
     return Verdict(verdict.rows, verdict.lost, verdict.doubled, verdict.wrong, tuple(findings))
 
 
-def compare(found: Counter[tuple[Any, ...]], expected: Expected) -> Verdict:
-    """Rows only. Each row of an undisturbed run is there once, as it tells how many rows its key has had."""
+def compare(found: Counter[Values], expected: Expected) -> Verdict:
+    """Rows only, each as often as in an undisturbed run."""
     wanted = Counter(expected.rows)
     lost, extra = wanted - found, found - wanted
     doubled = Counter({row: count for row, count in extra.items() if row in wanted})
@@ -58,15 +57,15 @@ def _state_findings(places: Places, expected: Expected) -> list[str]:
     return state_findings({name: [tuple(row) for row in rows] for name, rows in found.items()}, expected)
 
 
-def state_findings(found: dict[str, list[tuple[Any, ...]]], expected: Expected) -> list[str]:
+def state_findings(found: State, expected: Expected) -> list[str]:
     """In which variables the final state differs."""
     findings = []
     for name, rows in expected.state.items():
-        missing = sorted(set(rows) - set(found[name]), key=repr)
-        extra = sorted(set(found[name]) - set(rows), key=repr)
-        if missing or extra or len(found[name]) != len(rows):
+        wanted, has = Counter(rows), Counter(found.get(name, []))
+        missing, extra = sorted((wanted - has).elements(), key=repr), sorted((has - wanted).elements(), key=repr)
+        if missing or extra:
             findings.append(
-                f"state {name}: {len(found[name])} rows instead of {len(rows)}; {len(missing)} missing, such as "
+                f"state {name}: {has.total()} rows instead of {len(rows)}; {len(missing)} missing, such as "
                 f"{missing[:_SHOWN]}; {len(extra)} too many, such as {extra[:_SHOWN]}"
             )
     return findings

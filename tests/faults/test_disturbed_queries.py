@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
-from soak.jobs import JOBS
+from soak.jobs import JOBS, MODELS
 from soak.places import Places
 from soak.reference import rows_by_spark
-from soak.run import expected_of, play
+from soak.run import modelled, play
 from soak.scenarios import Fault, Kind, Scenario, draw
 from soak.verdict import compare
 
@@ -30,12 +30,12 @@ QUIET = Scenario(
 )
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", MODELS)
 def test_the_model_of_a_job_says_what_spark_says(spark: SparkSession, tmp_path: Path, job: str) -> None:
     scenario = replace(QUIET, job=job)
     places = Places(tmp_path)
     places.write_input(scenario.input())
-    assert rows_by_spark(spark, job, places, scenario.files_per_epoch) == Counter(expected_of(scenario).rows)
+    assert rows_by_spark(spark, job, places, scenario.files_per_epoch) == Counter(modelled(scenario).rows)
 
 
 #: Every kind of fault, in as few starts of Spark as possible.
@@ -103,7 +103,7 @@ SCENARIOS = {
         apart=False,
         faults=(
             Fault((Kind.RESCALE,), after_s=0.2, choice=1),
-            Fault((Kind.JOIN, Kind.RESCALE, Kind.WORKER), after_s=1.0, choice=2),
+            Fault((Kind.NURSERY, Kind.JOIN, Kind.RESCALE, Kind.WORKER), after_s=1.0, choice=2),
             Fault((Kind.LEAVE,), after_s=0.5, choice=3),
             Fault((Kind.RESCALE, Kind.DRIVER), after_s=0.5, choice=4),
             Fault((Kind.RESCALE, Kind.WORKER), after_s=0.2, choice=5),
@@ -131,13 +131,13 @@ def test_a_disturbed_query_gives_what_an_undisturbed_one_gives(
     assert outcome.verdict.findings == ()
     assert outcome.errors == (), "a query must not end by itself, whatever happens to workers and tasks"
     assert outcome.epochs == scenario.epochs
-    assert outcome.verdict.rows == len(expected_of(scenario).rows)
+    assert outcome.verdict.rows == len(modelled(scenario).rows)
     assert outcome.faults.total() >= 2
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", MODELS)
 def test_the_verdict_tells_lost_doubled_and_wrong_rows(job: str) -> None:
-    expected = expected_of(replace(QUIET, job=job))
+    expected = modelled(replace(QUIET, job=job))
     first, second, *rest = expected.rows
     assert compare(Counter(expected.rows), expected).is_right
     disturbed = compare(Counter([*rest, *rest[:3], (*second[:-1], -1)]), expected)

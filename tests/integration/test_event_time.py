@@ -89,3 +89,14 @@ def test_state_of_closed_windows_is_removed(feed: EpochFeed, tmp_path: Path, sto
         assert {row["k"] for row in query.state(2).collect()} == {"z"}
     finally:
         query.stop()
+
+
+def test_windows_have_no_state_before_the_first_row(spark: SparkSession, tmp_path: Path) -> None:
+    feed = EpochFeed(spark, tmp_path / "input", "ts timestamp, k string")
+    writer = tumbling(anabranch.stream(feed.stream())).writeStream.outputMode("update").format("noop")
+    query = writer.option("checkpointLocation", str(tmp_path / "ck")).start()
+    try:
+        assert query.state(2).columns == ["window", "k", "n", "last"]
+        assert query.state(2).collect() == []
+    finally:
+        query.stop()

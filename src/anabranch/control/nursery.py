@@ -22,6 +22,10 @@ _SHOWN_LOG_BYTES = 2000
 _COMMAND = (sys.executable, "-m", "anabranch.worker.nursery")
 
 
+class _KilledError(WorkerError):
+    """The nursery was killed while it was asked for something."""
+
+
 class Nursery:
     """Forks processes for all queries of this driver, and ends with it, however it ends."""
 
@@ -40,6 +44,13 @@ class Nursery:
 
     def start(self, options: Mapping[str, Any], timeout_s: float) -> Child:
         """A new process. It ends when its standard input does."""
+        try:
+            return self._start(options, timeout_s)
+        except _KilledError:
+            # A process that it may have forked before has lost its input, and ends.
+            return self._start(options, timeout_s)
+
+    def _start(self, options: Mapping[str, Any], timeout_s: float) -> Child:
         with contextlib.ExitStack() as ours:
             stdin, keep = os.pipe()
             ours.callback(os.close, stdin)
@@ -90,11 +101,14 @@ class Nursery:
     def _exchange(self, request: Mapping[str, Any], files: Sequence[int]) -> dict[str, Any]:
         assert self._control is not None
         assert self._process is not None
-        send(self._control, request, files)
-        received = receive(self._control)
+        try:
+            send(self._control, request, files)
+            received = receive(self._control)
+        except ConnectionError:
+            received = None
         if received is None:
-            self._process.wait()
-            raise WorkerError(f"A state worker failed to start. Its log ends: {end_of(self._log)}")
+            error = _KilledError if self._process.wait() < 0 else WorkerError
+            raise error(f"A state worker failed to start. Its log ends: {end_of(self._log)}")
         return received[0]
 
     def _be_there(self) -> None:

@@ -133,6 +133,22 @@ def test_workers_outlive_their_nursery_and_new_ones_get_another() -> None:
     nursery.close()
 
 
+def test_a_nursery_that_is_killed_while_it_is_asked_gets_a_successor(tmp_path: Path) -> None:
+    (tmp_path / "first").touch()
+    killed = f"import os, signal, socket, sys; from pathlib import Path; first = Path({str(tmp_path / 'first')!r})\n"
+    killed += "if first.exists():\n    socket.socket(fileno=int(sys.argv[1])).recv(1); first.unlink()\n"
+    killed += "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    killed += "import runpy; runpy.run_module('anabranch.worker.nursery', run_name='__main__')"
+    nursery = Nursery([sys.executable, "-c", killed])
+    workers = make(nursery=nursery)
+    try:
+        (worker,) = workers.start(1)
+        assert [child.pid for child in children_of(nursery)] == [worker.pid]
+    finally:
+        workers.stop()
+    nursery.close()
+
+
 def test_a_worker_ends_with_the_driver_even_when_that_is_killed() -> None:
     program = "import threading; from anabranch.control.launcher import EmbeddedWorkers; "
     program += "workers = EmbeddedWorkers(store='memory', state_path='', token='', start_timeout_s=60); "
