@@ -113,7 +113,7 @@ class EpochRun:
         self._inputs[position] = projected
         rows = stage.apply(projected, self._accesses[stage.spec.number], self._context)
         # Where several come together, Spark's tasks are no longer the partitions of one stage.
-        meets = any(len(s.inputs) > 1 and position in s.inputs for s in self._segments)
+        meets = any(len(s.inputs) > 1 and position in s.feeders(i) for i, s in enumerate(self._segments))
         return self._materialise(rows) if meets or not segment.one_to_one else rows
 
     def _materialise(self, rows: DataFrame) -> DataFrame:
