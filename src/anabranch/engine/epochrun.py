@@ -140,8 +140,7 @@ def run_all_partitions(rows: DataFrame) -> None:
 def _as_read(rows: DataFrame) -> DataFrame:
     """The same rows without the plan that they come from, as if they had been read.
 
-    Columns of a side keep Spark's ids in the result of a join. In one plan with the side they would have them twice, and
-    Spark would give them others.
+    Columns of a side keep Spark's ids in the result of a join. In one plan with the side, Spark would give them others.
     """
     jdf: Any = rows._jdf
     session: Any = rows.sparkSession._jsparkSession

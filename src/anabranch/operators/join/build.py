@@ -160,9 +160,9 @@ def _marked(attributes: Sequence[Any]) -> Any:
     if len(marked) > 1:
         names = ", ".join(repr(str(attribute.name())) for attribute in marked)
         raise UnsupportedError(
-            f"The columns {names} of one side of the join all have a watermark, so it is not clear which rows are late: "
-            "Spark does not allow it either. Select one of them before the join, or cast the others to timestamp again, "
-            "for example F.col('x').cast('string').cast('timestamp')."
+            f"The columns {names} of one side of the join all have a watermark, so it is not clear which rows are "
+            "late: Spark does not allow it either. Select one of them before the join, or cast the others to timestamp "
+            "again, for example F.col('x').cast('string').cast('timestamp')."
         )
     return marked[0] if marked else None
 
