@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql.classic.dataframe import DataFrame as ClassicDataFrame
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.segments import Operation
@@ -66,8 +67,10 @@ def _unbounded(side: Stream) -> DataFrame:
     rows = segments[-1].sample
     assert rows is not None
     if not rows.isStreaming:
-        some = rows.sparkSession.readStream.format("rate").load()
-        rows = some.select(
+        some: Any = rows.sparkSession.readStream.format("rate").load()
+        # A session that has been enabled reads streams of its own kind.
+        plain = ClassicDataFrame(some._jdf, rows.sparkSession)
+        rows = plain.select(
             *[F.lit(None).cast(field.dataType).alias(field.name, metadata=field.metadata) for field in rows.schema]
         )
     for operation in segments[-1].after:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 from pyspark.sql import DataFrame
@@ -20,6 +21,8 @@ from anabranch.wire.routed import Answers, Expiry
 ONLY_EPOCH = EpochContext(epoch=0, previous_rows=None, previous_changes=0, complete=False)
 #: What Spark tells user code where there is no watermark: batches have none.
 _NO_WATERMARK_MS = -1
+#: Of a partition, as Spark estimates it: less than what Spark itself puts into one.
+_FEW_BYTES = 32 * 2**20
 
 
 class NoState:
@@ -57,7 +60,8 @@ class Batch:
     def run(self, rows: DataFrame, key_names: Sequence[str], task: BatchTask, schema: StructType) -> DataFrame:
         """The result of `task` on each partition of projected rows; those of a key are in one."""
         hashed = rows.select(F.xxhash64(*key_names).alias(HASH), "*")
-        placed = hashed.repartition(HASH) if self.parallelism is None else hashed.repartition(self.parallelism, HASH)
+        partitions = self.parallelism or _partitions_of_few(rows)
+        placed = hashed.repartition(HASH) if partitions is None else hashed.repartition(partitions, HASH)
         stage = self.stage
         only = TaskEpoch(epoch=0, run=0, processing_time_ms=self.processing_time_ms, watermark_ms=_NO_WATERMARK_MS)
 
@@ -66,3 +70,12 @@ class Batch:
             yield from task([batch for batch in batches if batch.num_rows], NoState(stage), only)
 
         return placed.mapInArrow(body, schema)
+
+
+def _partitions_of_few(rows: DataFrame) -> int | None:
+    """For few rows, one partition for each core: Spark would take fewer. None for many, of which Spark takes as many in
+    a partition as fit into memory."""
+    plan: Any = rows._jdf.queryExecution().optimizedPlan()
+    size_bytes = int(plan.stats().sizeInBytes().toString())
+    cores = rows.sparkSession.sparkContext.defaultParallelism
+    return cores if size_bytes <= cores * _FEW_BYTES else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from typing import Any
 
 from pyspark.sql import DataFrame
 
@@ -110,10 +111,12 @@ class EpochRun:
         sides = segment.inputs or segment.feeders(position)
         parts = [stage.project(outputs[each], side) for side, each in enumerate(sides) if isinstance(each, int)]
         projected = reduce(DataFrame.union, parts if fed is None else [fed, *parts])
+        if len(sides) > 1:
+            projected = _as_read(projected)
         self._inputs[position] = projected
         rows = stage.apply(projected, self._accesses[stage.spec.number], self._context)
         # Where several come together, Spark's tasks are no longer the partitions of one stage.
-        meets = any(len(s.inputs) > 1 and position in s.inputs for s in self._segments)
+        meets = any(len(s.inputs) > 1 and position in s.feeders(i) for i, s in enumerate(self._segments))
         return self._materialise(rows) if meets or not segment.one_to_one else rows
 
     def _materialise(self, rows: DataFrame) -> DataFrame:
@@ -132,3 +135,14 @@ class EpochRun:
 def run_all_partitions(rows: DataFrame) -> None:
     """Compute all rows, and keep none."""
     rows._jdf.queryExecution().toRdd().count()
+
+
+def _as_read(rows: DataFrame) -> DataFrame:
+    """The same rows without the plan that they come from, as if they had been read.
+
+    Columns of a side keep Spark's ids in the result of a join. In one plan with the side, Spark would give them others.
+    """
+    jdf: Any = rows._jdf
+    session: Any = rows.sparkSession._jsparkSession
+    made = session.internalCreateDataFrame(jdf.queryExecution().toRdd(), jdf.schema(), False)
+    return DataFrame(made, rows.sparkSession)
