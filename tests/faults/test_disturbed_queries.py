@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
-from pyspark.sql import SparkSession
-from soak.jobs import JOBS, MODELS
+from pyspark.sql import Row, SparkSession
+from soak.jobs import JOBS, MODELS, Expected, plain
 from soak.places import Places
 from soak.reference import rows_by_spark
 from soak.run import modelled, play
 from soak.scenarios import Fault, Kind, Scenario, draw
-from soak.verdict import compare
+from soak.verdict import compare, state_findings
 
 QUIET = Scenario(
     seed=1,
@@ -143,6 +145,22 @@ def test_the_verdict_tells_lost_doubled_and_wrong_rows(job: str) -> None:
     disturbed = compare(Counter([*rest, *rest[:3], (*second[:-1], -1)]), expected)
     assert (disturbed.lost, disturbed.doubled, disturbed.wrong) == (2, 3, 1)
     assert repr(first) in disturbed.findings[0]
+
+
+def test_the_verdict_tells_state_that_is_lost_wrong_or_there_twice() -> None:
+    expected = Expected([], {"seen": [("a", 1), ("b", 2)]})
+    assert state_findings({"seen": [("b", 2), ("a", 1)]}, expected) == []
+    for found in ([("a", 1)], [("a", 1), ("b", 3)], [("a", 1), ("a", 1), ("b", 2)]):
+        (finding,) = state_findings({"seen": found}, expected)
+        assert f"{len(found)} rows instead of 2" in finding
+
+
+def test_rows_are_compared_without_what_is_chance() -> None:
+    window = Row(start=datetime(2026, 1, 1), end=datetime(2026, 1, 2))
+    row = plain(Row(window=window, mean=0.1 + 0.2, kinds=["view", "click"], n=None))
+    assert row == plain((window, 0.3, ["click", "view"], None))
+    assert row != plain((window, 0.3, ["click", "view", "view"], None))
+    assert tuple(json.loads(json.dumps(row))) == row
 
 
 def test_a_seed_always_gives_the_same_scenario() -> None:
