@@ -82,14 +82,6 @@ class Run:
         keys = chosen.keys
         return Keys(chosen.hashes, _as_objects(keys) if isinstance(keys, pa.Array) else keys)
 
-    def without_twins(self) -> Run:
-        """The same entries, each once."""
-        order = np.lexsort((self.hashes, self.times))
-        ordered = self.chosen(order)
-        twins = (ordered.times[1:] == ordered.times[:-1]) & (ordered.hashes[1:] == ordered.hashes[:-1])
-        twins &= _same_as_before(ordered.keys)
-        return ordered.chosen(np.concatenate(([True], ~twins))) if twins.any() else ordered
-
     @staticmethod
     def sorted(times: Times, keys: Keys) -> Run:
         order = np.argsort(times, kind="stable")
@@ -159,12 +151,9 @@ class DueIndex:
 
     def cover(self, groups: Collection[int], rows: Iterable[Rows]) -> None:
         """Add rows, all that the store has of these key groups."""
-        for part in rows:
-            found = _times(self._decoded(part.keys, part.subkeys, part.values), np.ones(len(part), dtype=np.bool_))
-            chosen = found.positions
-            if len(chosen):
-                self._append(Run.sorted(found.times, Keys(part.hashes, part.keys).take(chosen)))
+        added = self._runs_of(rows)
         with self._lock:
+            self._runs = _in_order([*self._runs, *added])
             self._covered[list(groups)] = True
 
     def uncover(self, groups: Collection[int]) -> None:
@@ -210,8 +199,9 @@ class DueIndex:
         entries = sum(map(len, before))
         # A row has one entry that counts.
         if entries > self._entries_at_least and entries > 2 * store.rows() + _STALE_MIN:
-            after = [self._live(Run.merged(before).without_twins(), store)]
-            self._entries_at_least = 2 * len(after[0]) + _STALE_MIN
+            # To look at all rows is less work than to look for the row of each entry.
+            after = self._runs_of(store.snapshot(None))
+            self._entries_at_least = 2 * sum(map(len, after)) + _STALE_MIN
         elif (top := int(asked.max())) > FIRST_TIME:
             after = [part for run in before for part in self._without_gone(run, asked, top, store)]
         else:
@@ -250,6 +240,14 @@ class DueIndex:
             live[at[same & times.is_valid().to_numpy(zero_copy_only=False)]] = True
         return run.chosen(live)
 
+    def _runs_of(self, rows: Iterable[Rows]) -> list[Run]:
+        """A run for each part."""
+        runs = []
+        for part in rows:
+            found = _times(self._decoded(part.keys, part.subkeys, part.values), np.ones(len(part), dtype=np.bool_))
+            runs.append(Run.sorted(found.times, Keys(part.hashes, part.keys).take(found.positions)))
+        return runs
+
     def _append(self, run: Run) -> None:
         with self._lock:
             self._runs = _in_order([*self._runs, run])
@@ -269,12 +267,16 @@ def _times(times: pa.Array, puts: npt.NDArray[np.bool_]) -> LayerTimes:
 
 
 def _in_order(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """The longest first; of two of which one is not twice as long as the other, one is made."""
+    """The longest first; those that are not twice as long as all shorter ones together are merged with these."""
     ordered: list[Run] = []
+    together: list[Run] = []
     for run in sorted(filter(len, runs), key=len):
-        ordered.append(run)
-        while len(ordered) > 1 and len(ordered[-1]) < 2 * len(ordered[-2]):
-            ordered[-2:] = [Run.merged(ordered[-2:])]
+        if together and len(run) >= 2 * sum(map(len, together)):
+            ordered.append(Run.merged(together))
+            together = []
+        together.append(run)
+    if together:
+        ordered.append(Run.merged(together))
     return tuple(reversed(ordered))
 
 
@@ -285,11 +287,3 @@ def _positions(which: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
 def _as_objects(keys: pa.LargeBinaryArray) -> npt.NDArray[np.object_]:
     objects: npt.NDArray[np.object_] = keys.to_numpy(zero_copy_only=False)
     return objects
-
-
-def _same_as_before(keys: Encoded | pa.LargeBinaryArray) -> npt.NDArray[np.bool_]:
-    """For each key but the first, whether it is the same as the one before."""
-    if isinstance(keys, pa.Array):
-        objects = _as_objects(keys)
-        return np.asarray(objects[1:] == objects[:-1], dtype=np.bool_)
-    return np.asarray((keys[1:] == keys[:-1]).all(axis=1), dtype=np.bool_)
