@@ -72,7 +72,7 @@ class GroupedStream:
             stage, sample = build_aggregate(pipeline.stages[-1], self._sample, keys, columns)
             session = session_key(self._sample, keys)
         stateful = stage if session is None else build_session(stage, session)
-        return self._stream(pipeline.with_stateful(stateful), sample)
+        return self._stream(pipeline.with_stateful(stateful, self._sample.schema), sample)
 
     def transformWithState(
         self,
@@ -119,7 +119,7 @@ class GroupedStream:
                 pipeline.stages[-1], self._sample, keys, func, outputStructType, stateStructType, outputMode,
                 timeoutConf,
             )  # fmt: skip
-        return self._stream(pipeline.with_stateful(stage), sample)
+        return self._stream(pipeline.with_stateful(stage, self._sample.schema), sample)
 
     def processInArrow(
         self, process: Process, outputStructType: StructType | str, stateStructType: StructType | str
@@ -167,10 +167,10 @@ class GroupedStream:
             stage, sample = build_process(
                 pipeline.stages[-1], self._sample, keys, processor, output,
                 output_mode=output_mode, time_mode=time_mode, initial=initial_state,
-                event_time_column=event_time_column, pandas=pandas,
+                event_time_column=event_time_column, pandas=pandas, tables=self._pipeline.table_names,
             )  # fmt: skip
         check_time_mode(pipeline, stage, method)
-        return self._stream(pipeline.with_stateful(stage), sample)
+        return self._stream(pipeline.with_stateful(stage, self._sample.schema), sample)
 
     def _vectorised(
         self, method: str, process: Process, output: StructType | str, state: StructType | str, *, pandas: bool
@@ -178,9 +178,10 @@ class GroupedStream:
         pipeline, keys = self._named(f"{method}({getattr(process, '__name__', type(process).__name__)})")
         with bound_columns_explained("groupBy", self._sample.columns):
             stage, sample = build_vectorised(
-                pipeline.stages[-1], self._sample, keys, process, output, state, pandas=pandas
-            )
-        return self._stream(pipeline.with_stateful(stage), sample)
+                pipeline.stages[-1], self._sample, keys, process, output, state, pandas=pandas,
+                tables=self._pipeline.table_names,
+            )  # fmt: skip
+        return self._stream(pipeline.with_stateful(stage, self._sample.schema), sample)
 
     def _of_columns(self, function: str, columns: tuple[str, ...]) -> Stream:
         if not columns:

@@ -27,10 +27,12 @@ from anabranch.control.savepoints import seed
 from anabranch.core.errors import CheckpointError, EpochError, SettingsError
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.settings import Settings
+from anabranch.engine.late import LateRows
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.sinks import Sink
-from anabranch.engine.stages import Clock
+from anabranch.engine.stages import Clock, table_stage
 from anabranch.engine.streamfacts import SparkStream
+from anabranch.engine.tables import TableKeeper
 from anabranch.engine.ticks import Ticks
 from anabranch.plan.pipeline import Pipeline
 
@@ -43,6 +45,7 @@ def start_query(
     sink: Sink,
     description: str,
     *,
+    late: LateRows | None = None,
     settings: Settings,
     checkpoint: str,
     mode: str,
@@ -70,8 +73,10 @@ def start_query(
                 shuffle_partitions=default,
                 stream=stream,
                 ticks=ticks,
+                late=late,
+                tables=_make_tables(pipeline, settings),
             )
-            rows = pipeline.segments[0].stage.project(pipeline.source) if pipeline.segments else pipeline.source
+            rows = _projected(pipeline, late)
             if ticks is not None:
                 rows = ticks.added_to(rows)
             _replay(rows, loop, location, stream)
@@ -89,6 +94,19 @@ def start_query(
         query.stop()
         raise
     return query
+
+
+def _make_tables(pipeline: Pipeline, settings: Settings) -> TableKeeper | None:
+    stage = table_stage(pipeline.stateful_stages)
+    return None if stage is None else TableKeeper(stage, bytes_max=settings.broadcast_bytes)
+
+
+def _projected(pipeline: Pipeline, late: LateRows | None) -> DataFrame:
+    """What Spark hands over in each epoch: the input of the first stateful stage, or the rows that go to the sink."""
+    if not pipeline.segments:
+        return pipeline.source
+    first = pipeline.segments[0].stage
+    return first.project(pipeline.source, carry=late is not None and first.spec.number in late.kinds)
 
 
 def _start_coordinator(

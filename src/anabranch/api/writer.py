@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from pyspark.sql import DataFrame
 
+from anabranch.api.late import LateTarget, choose_late_rows
 from anabranch.api.query import StreamQuery
 from anabranch.api.settings import is_setting, resolve_settings
 from anabranch.api.sinks import TablePlace, choose_sink
@@ -35,6 +37,7 @@ class StreamWriter:
         self._trigger: dict[str, Any] = {}
         self._name: str | None = None
         self._function: Callable[[DataFrame, int], Any] | None = None
+        self._late: LateTarget | None = None
 
     def format(self, source: str) -> StreamWriter:
         self._format = source.lower()
@@ -86,6 +89,18 @@ class StreamWriter:
     def foreach(self, f: Any) -> StreamWriter:
         del f
         raise UnsupportedError("foreach is not supported. Use foreachBatch, and rows.foreach(...) in it.")
+
+    def lateRows(
+        self, target: str | os.PathLike[str] | Callable[[DataFrame, int], Any], format: str = "parquet"
+    ) -> StreamWriter:
+        """Keep the rows that stateful stages drop because the watermark has passed them.
+
+        They go to files (parquet, json or csv) in ``target/epoch=N``, or to a function of (rows, epoch), each once: an
+        epoch that is repeated writes its own again. Their columns are those that they had when they arrived at the
+        stage, and ``_stage``, the stage's name, ``_watermark``, and, if streams are joined, ``_side``.
+        """
+        self._late = LateTarget(target, format.lower())
+        return self
 
     def start(
         self,
@@ -156,11 +171,23 @@ class StreamWriter:
             partition_by=self._partition_by,
             options=plain,
         )
+        late = None
+        if self._late is not None:
+            late = choose_late_rows(
+                self._pipeline,
+                self._late,
+                mode=self._mode,
+                sink=sink,
+                checkpoint=checkpoint,
+                savepoint=settings.savepoint,
+            )
+            description = f"{description}; {self._late}"
         return start_query(
             self._pipeline,
             self._sample,
             sink,
             description,
+            late=late,
             settings=settings,
             checkpoint=checkpoint,
             mode=self._mode,

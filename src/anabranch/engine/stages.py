@@ -8,8 +8,11 @@ from enum import Enum
 from typing import Protocol
 
 from pyspark.sql import DataFrame
+from pyspark.sql.types import StructType
 
 from anabranch.core.schemas import StageSpec
+from anabranch.engine.late import LateKind
+from anabranch.engine.tables import EpochTables, TableStage
 from anabranch.wire.routed import StageAccess
 
 
@@ -36,6 +39,8 @@ class EpochContext:
     complete: bool
     #: Append output mode: a row goes out once, when the watermark has passed it and it cannot change any more.
     append: bool = False
+    #: Broadcast tables as of the epoch, if the query has any.
+    tables: EpochTables | None = None
 
 
 class StatefulStage(Protocol):
@@ -52,8 +57,14 @@ class StatefulStage(Protocol):
     def clock(self) -> Clock:
         """What can give the stage something to do although no rows have come: it then runs without any."""
 
-    def project(self, rows: DataFrame) -> DataFrame:
-        """The stateless half of the stage, which runs before rows are placed. Works on streaming DataFrames too."""
+    def project(self, rows: DataFrame, *, carry: bool = False) -> DataFrame:
+        """The stateless half of the stage, which runs before rows are placed. Works on streaming DataFrames too.
+
+        With `carry`, what late rows are shown with is in the result as well; it is not there when the stage is applied.
+        """
+
+    def late_kinds(self, arriving: StructType, *, complete: bool) -> tuple[LateKind, ...]:
+        """The rows that the stage drops because the watermark has passed them, of input with these columns."""
 
     def variant(self, context: EpochContext) -> str:
         """Which of its plans suits the epoch; `apply` makes the same plan for the same variant and access."""
@@ -63,6 +74,11 @@ class StatefulStage(Protocol):
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
         """Rows of a state variable as the user should see them."""
+
+
+def table_stage(stages: Iterable[StatefulStage]) -> TableStage | None:
+    """The stage with the broadcast tables of a query."""
+    return next((stage for stage in stages if isinstance(stage, TableStage)), None)
 
 
 def watermark_delays_ms(stages: Iterable[StatefulStage]) -> dict[int, int]:

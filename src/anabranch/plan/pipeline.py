@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pyspark.sql import DataFrame
+from pyspark.sql.types import StructType
 
 from anabranch.core.ids import StageNumber
 from anabranch.engine.segments import Operation, Segment
-from anabranch.engine.stages import StatefulStage
+from anabranch.engine.stages import StatefulStage, table_stage
 
 #: The node of Spark's plans that tracks a watermark.
 _WATERMARK = "EventTimeWatermark"
@@ -43,6 +44,12 @@ class Pipeline:
         return tuple(segment.stage for segment in self.segments)
 
     @property
+    def table_names(self) -> tuple[str, ...]:
+        """The broadcast tables."""
+        stage = table_stage(self.stateful_stages)
+        return () if stage is None else tuple(stage.table_keys)
+
+    @property
     def has_watermark(self) -> bool:
         """Whether Spark tracks a watermark: on any of the sources, and whether or not its column is still there."""
         return _tracks_watermark(self.source._jdf.queryExecution().analyzed())
@@ -70,10 +77,11 @@ class Pipeline:
         stage = LogicalStage(number, name or f"stage{number}", operations, parallelism, opened=opened)
         return replace(self, stages=(*self.stages, stage))
 
-    def with_stateful(self, stage: StatefulStage) -> Pipeline:
-        """Append a stateful stage, for the logical stage that was numbered last."""
+    def with_stateful(self, stage: StatefulStage, arriving: StructType | None = None) -> Pipeline:
+        """Append a stateful stage, for the logical stage that was numbered last; `arriving` are its input's columns."""
         last = replace(self.stages[-1], stateful=True, opened=False)
-        return replace(self, stages=(*self.stages[:-1], last), segments=(*self.segments, Segment(stage)))
+        segment = Segment(stage, arriving=arriving or StructType())
+        return replace(self, stages=(*self.stages[:-1], last), segments=(*self.segments, segment))
 
 
 def _tracks_watermark(plan: Any) -> bool:

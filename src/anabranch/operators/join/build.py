@@ -25,11 +25,10 @@ from anabranch.operators.join.catalyst import (
 )
 from anabranch.operators.join.predicate import LEFT, RIGHT, Call, Operand, Place, Term
 from anabranch.operators.join.sides import VARIABLES, Eviction, JoinType, RowTime, Side
-from anabranch.operators.join.stage import JoinStage
+from anabranch.operators.join.stage import SIDE, JoinStage, slot_name
 from anabranch.operators.join.translate import Translator
 from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields, key_name, nullable_field
 
-_SIDE = "_side"
 _MATCHED = "matched"
 
 
@@ -54,6 +53,7 @@ def build_join(name: StageName, joined: DataFrame) -> tuple[JoinStage, DataFrame
         column_fields=tuple(fields),
         attributes=tuple(_output(plan)),
         projections=tuple(map(tuple, plan.projections)),
+        side_fields=(_fields(plan.attributes[LEFT]), _fields(plan.attributes[RIGHT])),
     )
     left, right = (_tagged(spark, plan, draft, side, slots) for draft, side in zip(drafts, sides, strict=True))
     return stage, left.union(right)
@@ -190,8 +190,8 @@ def _tagged(spark: SparkSession, plan: JoinPlan, draft: _SideDraft, side: Side, 
         held[side.can_match] = reduce(Column.__and__, [column_of(spark, hope) for hope in draft.hopes])
     return rows.select(
         *[key.alias(key_name(i)) for i, key in enumerate(keys)],
-        F.lit(draft.side).cast("byte").alias(_SIDE),
-        *[held.get(i, F.lit(None).cast(kind)).alias(f"_slot{i}") for i, kind in enumerate(slots.types)],
+        F.lit(draft.side).cast("byte").alias(SIDE),
+        *[held.get(i, F.lit(None).cast(kind)).alias(slot_name(i)) for i, kind in enumerate(slots.types)],
     )
 
 
@@ -199,6 +199,10 @@ def _output(plan: JoinPlan) -> list[Any]:
     """The attributes of the joined rows."""
     left, right = plan.attributes
     return left if plan.how is JoinType.LEFT_SEMI else [*left, *right]
+
+
+def _fields(attributes: Sequence[Any]) -> tuple[StructField, ...]:
+    return tuple(field_of(attribute, str(attribute.name())) for attribute in attributes)
 
 
 def _kind(expression: Any) -> DataType:

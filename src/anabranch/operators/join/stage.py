@@ -11,15 +11,19 @@ from pyspark.sql import DataFrame
 from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.schemas import HASH, StageSpec
+from anabranch.engine.late import LateKind, time_type
 from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.join.catalyst import column_of, renamed
-from anabranch.operators.join.predicate import Term
-from anabranch.operators.join.sides import JoinType, Side
+from anabranch.operators.join.predicate import Place, Term
+from anabranch.operators.join.sides import VARIABLES, JoinType, Side
 from anabranch.operators.join.task import JoinTask
 from anabranch.operators.keys import arrow_schema, key_name
 from anabranch.wire.routed import StageAccess
+
+#: The column by which rows of the two sides are told apart.
+SIDE = "_side"
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class JoinStage:
     attributes: tuple[Any, ...]
     #: What Spark makes of these columns, if the join is by names; each level a list of expressions.
     projections: tuple[tuple[Any, ...], ...]
+    #: The columns of each side, as the user knows them.
+    side_fields: tuple[tuple[StructField, ...], tuple[StructField, ...]]
 
     @property
     def clock(self) -> Clock:
@@ -48,9 +54,24 @@ class JoinStage:
         """How far behind the watermark the event times of joined rows can be: that long a row waits for its match."""
         return max(0, *(-side.eviction.offset_ms for side in self.sides if side.eviction is not None), 0)
 
-    def project(self, rows: DataFrame) -> DataFrame:
+    def project(self, rows: DataFrame, *, carry: bool = False) -> DataFrame:
         """The source of a pipeline that begins with a join is the join's input already."""
+        del carry
         return rows
+
+    def late_kinds(self, arriving: StructType, *, complete: bool) -> tuple[LateKind, ...]:
+        """Late rows of each side, in the columns of that side."""
+        del arriving, complete
+        kinds = []
+        for number, (side, fields) in enumerate(zip(self.sides, self.side_fields, strict=True)):
+            if side.event_time is None:
+                continue
+            names = [_input_column(side, place) for place in side.columns]
+            time = _input_column(side, side.event_time.place)
+            kind = time_type(fields[names.index(time)].dataType, side.event_time.field)
+            columns = tuple((field, name, "") for field, name in zip(fields, names, strict=True))
+            kinds.append(LateKind(time, side.event_time.field, kind, columns, (VARIABLES[number], SIDE, number)))
+        return tuple(kinds)
 
     def variant(self, context: EpochContext) -> str:
         del context
@@ -75,3 +96,12 @@ class JoinStage:
     @cached_property
     def _output(self) -> pa.Schema:
         return arrow_schema(self.column_fields)
+
+
+def slot_name(slot: int) -> str:
+    """A column that both sides share on their way to the tasks."""
+    return f"_slot{slot}"
+
+
+def _input_column(side: Side, place: Place) -> str:
+    return key_name(place.position) if place.key else slot_name(side.slots[place.position])

@@ -31,6 +31,7 @@ def build_process(
     initial: Any,
     event_time_column: str,
     pandas: bool,
+    tables: tuple[str, ...] = (),
 ) -> tuple[ProcessStage, DataFrame]:
     """The stage, and an empty DataFrame with the schema of its result."""
     method = "transformWithStateInPandas" if pandas else "transformWithState"
@@ -44,7 +45,7 @@ def build_process(
     if event_time_column:
         result = _with_event_time(result, event_time_column, mode, rows, method)
     program = Program(
-        spec=declare_state(processor, arrow_schema(key_fields), name.number, name.name, mode),
+        spec=declare_state(processor, arrow_schema(key_fields), name.number, name.name, mode, tables),
         processor=processor,
         output=result,
         frames=frame_settings(spark),
@@ -58,6 +59,7 @@ def build_process(
         run_frames if pandas else run_rows,
         event_time=event_time_of(rows),
         initial=None if initial is None else initial_state(initial, key_fields, method),
+        tables=tables,
     )
     return stage, spark.createDataFrame([], result)
 

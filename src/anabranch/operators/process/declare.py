@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -51,6 +53,7 @@ def declare_state(
     number: StageNumber,
     name: str,
     time_mode: TimeMode = TimeMode.NONE,
+    tables: Collection[str] = (),
 ) -> StageSpec:
     """The stage that runs a processor, with the state variables that its ``init`` asks for.
 
@@ -64,7 +67,7 @@ def declare_state(
             f"Stage {name}: {type(processor).__name__} cannot be sent to tasks: {error}. "
             "Create connections, locks and the like in init, not in the constructor."
         ) from error
-    handle = _RecordingHandle(name, time_mode)
+    handle = _RecordingHandle(name, time_mode, tables)
     copy.init(handle)
     copy.close()
     timers = () if time_mode is TimeMode.NONE else (TIMERS_SPEC,)
@@ -74,8 +77,9 @@ def declare_state(
 class _RecordingHandle(BaseHandle):
     """Writes down which state variables are asked for. What it hands out has no key to work on."""
 
-    def __init__(self, stage: str, time_mode: TimeMode) -> None:
+    def __init__(self, stage: str, time_mode: TimeMode, tables: Collection[str]) -> None:
         super().__init__(stage, time_mode)
+        self._tables = tables
         self.variables: dict[str, VariableSpec] = {}
         self._deleted: set[str] = set()
 
@@ -105,6 +109,11 @@ class _RecordingHandle(BaseHandle):
         if stateName in self.variables:
             raise self._deleted_and_used(stateName)
         self._deleted.add(stateName)
+
+    def getBroadcast(self, name: str) -> Mapping[Any, Any]:
+        if name not in self._tables:
+            raise self.unknown_table(name, self._tables)
+        return MappingProxyType({})
 
     def timers(self, method: str) -> LocalTimers:
         if self.time_mode is TimeMode.NONE:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql.streaming.stateful_processor import TimerValues
-from pyspark.sql.types import StructField
+from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.schemas import HASH, StageSpec
+from anabranch.engine.late import LateKind, kept_columns, time_type
 from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
@@ -58,6 +59,8 @@ class ProcessStage:
     initial: InitialState | None = None
     #: The only output mode that the query may have; None for any.
     output_mode: str | None = None
+    #: The broadcast tables that the processor can read.
+    tables: tuple[str, ...] = ()
 
     @property
     def spec(self) -> StageSpec:
@@ -67,8 +70,17 @@ class ProcessStage:
     def clock(self) -> Clock:
         return _CLOCKS[self.program.time_mode]
 
-    def project(self, rows: DataFrame) -> DataFrame:
+    def project(self, rows: DataFrame, *, carry: bool = False) -> DataFrame:
+        del carry  # all columns are there
         return with_keys(rows, self.key_columns, self.key_fields)
+
+    def late_kinds(self, arriving: StructType, *, complete: bool) -> tuple[LateKind, ...]:
+        del complete
+        if self.event_time is None or self.program.time_mode is not TimeMode.EVENT_TIME:
+            return ()
+        position, field = self.event_time
+        time = arriving.fields[position]
+        return (LateKind(time.name, field, time_type(time.dataType, field), kept_columns(arriving)),)
 
     def variant(self, context: EpochContext) -> str:
         return "process" if self._initial(context) is None else "process with initial state"
@@ -79,7 +91,11 @@ class ProcessStage:
         if (initial := self._initial(context)) is not None:
             united = UnitedRows(len(names), tuple(rows.columns[len(names) :]), tuple(initial.rows.columns))
             rows = initial.united_with(rows, self.key_fields)
-        task = _ProcessTask(self.program, self.run, self._late_rows(), united)
+        program = self.program
+        if context.tables is not None and self.tables:
+            shared = {name: context.tables.shared(rows.sparkSession, name) for name in self.tables}
+            program = replace(program, tables=shared)
+        task = _ProcessTask(program, self.run, self._late_rows(), united)
         return run_in_tasks(place(rows, names, access), access, task, self.program.output)
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:

@@ -11,9 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
 
 from anabranch.core.eventtime import EventTime
 from anabranch.core.schemas import HASH, INDEX, Layout, Op, StageSpec
+from anabranch.engine.late import LateKind, carried_columns, time_type
 from anabranch.engine.placement import PARTITION, place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
@@ -59,13 +61,20 @@ class SessionStage:
     def clock(self) -> Clock:
         return self.whole.clock
 
-    def project(self, rows: DataFrame) -> DataFrame:
+    def project(self, rows: DataFrame, *, carry: bool = False) -> DataFrame:
         """The stateless half. Each row is a session of its own; Spark leaves out those without a time or a length."""
-        projected = self.whole.project(rows)
+        projected = self.whole.project(rows, carry=carry)
         session = key_name(self.position)
         # As columns of their own they are without Spark's mark, by which it would unite sessions itself, late ones too.
         bounds = [F.col(session).start.alias(_START), F.col(session).end.alias(_END)]
         return projected.select(*[name for name in projected.columns if name != session], *bounds)
+
+    def late_kinds(self, arriving: StructType, *, complete: bool) -> tuple[LateKind, ...]:
+        del complete  # sessions that are over are not kept in any mode
+        if self.event_time is None:
+            return ()
+        kind = time_type(self.whole.key_fields[self.position].dataType, "end")
+        return (LateKind(_END, "", kind, carried_columns(arriving)),)
 
     def variant(self, context: EpochContext) -> str:
         del context

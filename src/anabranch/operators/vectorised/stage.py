@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,10 @@ from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.schemas import HASH, StageSpec, VariableKind, VariableSpec
+from anabranch.engine.late import LateKind
 from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
+from anabranch.engine.tables import SharedTable
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields, key_name, with_keys
 from anabranch.operators.vectorised.task import KEY, VARIABLE, Process, VectorisedTask
@@ -32,22 +35,33 @@ class VectorisedStage:
     process: Process
     output: StructType
     pandas: bool
+    #: The broadcast tables that the function takes.
+    tables: tuple[str, ...] = ()
 
     @property
     def clock(self) -> Clock:
         return Clock.NONE
 
-    def project(self, rows: DataFrame) -> DataFrame:
+    def project(self, rows: DataFrame, *, carry: bool = False) -> DataFrame:
+        del carry
         return with_keys(rows, self.key_columns, self.key_fields)
+
+    def late_kinds(self, arriving: StructType, *, complete: bool) -> tuple[LateKind, ...]:
+        del arriving, complete
+        return ()  # the function gets all rows
 
     def variant(self, context: EpochContext) -> str:
         del context
         return "vectorised"
 
     def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
-        del context
+        tables: dict[str, SharedTable] = {}
+        if context.tables is not None:
+            tables = {name: context.tables.shared(rows.sparkSession, name) for name in self.tables}
         names = [key_name(i) for i in range(len(self.key_fields))]
-        task = VectorisedTask(self.spec, self.process, to_arrow_schema(self.output, timezone="UTC"), self.pandas)
+        task = VectorisedTask(
+            self.spec, self.process, to_arrow_schema(self.output, timezone="UTC"), self.pandas, tables
+        )
         return run_in_tasks(place(rows, names, access), access, task, self.output)
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
@@ -65,6 +79,7 @@ def build_vectorised(
     state: StructType | str,
     *,
     pandas: bool,
+    tables: Sequence[str] = (),
 ) -> tuple[VectorisedStage, DataFrame]:
     """The stage, and an empty DataFrame with the schema of its result."""
     method = "processInPandas" if pandas else "processInArrow"
@@ -93,5 +108,26 @@ def build_vectorised(
         key=arrow_schema(key_fields),
         variables=(VariableSpec(VARIABLE, VariableKind.VALUE, arrow_schema(fields)),),
     )
-    stage = VectorisedStage(spec, name.parallelism, tuple(keys), tuple(key_fields), process, sample.schema, pandas)
+    stage = VectorisedStage(
+        spec,
+        name.parallelism,
+        tuple(keys),
+        tuple(key_fields),
+        process,
+        sample.schema,
+        pandas,
+        tables=_taken(process, tables),
+    )
     return stage, sample
+
+
+def _taken(process: Process, tables: Sequence[str]) -> tuple[str, ...]:
+    """Those of the broadcast tables that the function has a parameter for."""
+    try:
+        parameters = inspect.signature(process).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return tuple(tables)
+    names = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
+    return tuple(name for name in tables if name in names)
