@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AnabranchError",
+    "BroadcastTable",
     "CheckpointError",
     "EpochError",
     "FencedError",
@@ -34,12 +35,15 @@ __all__ = [
     "UnsupportedError",
     "WorkerError",
     "__version__",
+    "broadcast",
     "disable",
     "enable",
     "stream",
 ]
 
 _LAZY = {
+    "broadcast": "anabranch.api.broadcast",
+    "BroadcastTable": "anabranch.api.broadcast",
     "disable": "anabranch.api.enable",
     "enable": "anabranch.api.enable",
     "stream": "anabranch.api.stream",

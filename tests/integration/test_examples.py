@@ -99,6 +99,14 @@ def test_outliers_are_found_in_columns(spark: SparkSession) -> None:
     assert [row.sensor for row in module.main(spark)] == module.FAULTY
 
 
+def test_rules_change_from_one_micro_batch_to_the_next(spark: SparkSession) -> None:
+    assert example("changing_rules").main(spark) == {
+        "over": [["cyd"], ["bob"], ["ann"]],
+        "rates": [("EUR", 1.0), ("USD", 1.1)],
+        "limits": [("everybody", 150.0)],
+    }
+
+
 @pytest.mark.parametrize(("name", "least"), [("count_per_server", 1000), ("running_totals", 50)])
 def test_a_generated_stream_is_worked_off(spark: SparkSession, name: str, least: int) -> None:
     assert example(name).main(spark, 3) >= least

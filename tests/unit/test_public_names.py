@@ -7,6 +7,7 @@ import anabranch
 
 PUBLIC = [
     "AnabranchError",
+    "BroadcastTable",
     "CheckpointError",
     "EpochError",
     "FencedError",
@@ -18,6 +19,7 @@ PUBLIC = [
     "UnsupportedError",
     "WorkerError",
     "__version__",
+    "broadcast",
     "disable",
     "enable",
     "stream",

@@ -100,6 +100,26 @@ def test_frames() -> None:
     assert test.send([("ann", at(0), 3)]) == [Row(user="ann", total=10)]
 
 
+class Limited(Totals):
+    def init(self, handle: StatefulProcessorHandle) -> None:
+        super().init(handle)
+        self._limits = handle.getBroadcast("limits")  # type: ignore[attr-defined]
+
+    def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Row]:
+        del timerValues
+        yield Row(user=key[0], total=min(sum(row.amount for row in rows), self._limits[key[0]].limit))
+
+
+def test_broadcast_tables_are_those_that_the_test_gives() -> None:
+    limits = {"ann": Row(user="ann", limit=5)}
+    test = ProcessorTest(Limited(ttl_ms=0), INPUT, ["user"], OUTPUT, timeMode="eventTime", broadcast={"limits": limits})
+    assert test.send([("ann", at(0), 3), ("ann", at(0), 4)]) == [Row(user="ann", total=5)]
+    limits["ann"] = Row(user="ann", limit=6)
+    assert test.send([("ann", at(0), 7)]) == [Row(user="ann", total=6)]
+    with pytest.raises(UnsupportedError, match="no broadcast table 'limits'"):
+        ProcessorTest(Limited(ttl_ms=0), INPUT, ["user"], OUTPUT, timeMode="eventTime")
+
+
 def test_what_is_wrong_is_said_at_once() -> None:
     with pytest.raises(UnsupportedError, match=r"The key \['nope'\] must be columns of the rows"):
         ProcessorTest(Totals(), INPUT, ["nope"], OUTPUT)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import Column, DataFrame
 
+from anabranch.api.broadcast import BroadcastTable
 from anabranch.api.grouped import GroupedStream, agg_text
 from anabranch.api.stream import REFUSED_METHODS, Stream
 from anabranch.core.errors import UnsupportedError
@@ -46,6 +47,11 @@ class BatchStream(Stream):
         """Join with another batch."""
         given = {name: value for name, value in (("on", on), ("how", how)) if value is not None}
         return self._apply("join", (other,), given)
+
+    def withBroadcast(self, **tables: BroadcastTable) -> Stream:
+        """Refused: what changes while a query runs does not change while a batch does."""
+        del tables
+        raise UnsupportedError("withBroadcast is for streams. Join the batch with the rows of the table as they are.")
 
     def dropDuplicatesWithinWatermark(self, *subset: Any, **keywords: Any) -> Stream:
         """Refused, as in Spark: which of a batch's rows came within the watermark's delay is not known."""

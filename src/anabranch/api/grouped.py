@@ -175,6 +175,7 @@ class GroupedStream:
                 pipeline.stages[-1], self._sample, keys, processor, output,
                 output_mode=output_mode, time_mode=time_mode, initial=initial_state,
                 event_time_column=event_time_column if self._unbounded else "", pandas=pandas,
+                tables=self._pipeline.table_names,
             )  # fmt: skip
         if self._unbounded:
             check_time_mode(pipeline, stage, method)
@@ -186,8 +187,9 @@ class GroupedStream:
         pipeline, keys = self._named(f"{method}({getattr(process, '__name__', type(process).__name__)})")
         with bound_columns_explained("groupBy", self._sample.columns):
             stage, sample = build_vectorised(
-                pipeline.stages[-1], self._sample, keys, process, output, state, pandas=pandas
-            )
+                pipeline.stages[-1], self._sample, keys, process, output, state, pandas=pandas,
+                tables=self._pipeline.table_names,
+            )  # fmt: skip
         return self._stateful(pipeline, stage, sample)
 
     def _of_columns(self, function: str, columns: tuple[str, ...]) -> Stream:
@@ -210,7 +212,7 @@ class GroupedStream:
     def _stateful(self, pipeline: Pipeline, stage: StatefulStage, sample: DataFrame) -> Stream:
         from anabranch.api.stream import Stream
 
-        return Stream(pipeline.with_stateful(stage, sample), sample)
+        return Stream(pipeline.with_stateful(stage, sample, arriving=self._sample.schema), sample)
 
 
 def agg_text(columns: list[Column]) -> str:

@@ -29,10 +29,12 @@ from anabranch.control.savepoints import seed
 from anabranch.core.errors import CheckpointError, EpochError, SettingsError
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.settings import Settings
+from anabranch.engine.late import LateRows
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.sinks import FileSink, Sink
-from anabranch.engine.stages import Clock
+from anabranch.engine.stages import Clock, table_stage
 from anabranch.engine.streamfacts import SparkStream
+from anabranch.engine.tables import TableKeeper
 from anabranch.engine.ticks import Ticks
 from anabranch.plan.pipeline import Pipeline
 
@@ -47,6 +49,7 @@ def start_query(
     sink: Sink,
     description: str,
     *,
+    late: LateRows | None = None,
     settings: Settings,
     checkpoint: str | TemporaryFolder,
     mode: str,
@@ -78,6 +81,8 @@ def start_query(
                 shuffle_partitions=default,
                 stream=stream,
                 ticks=ticks,
+                late=late,
+                tables=_make_tables(pipeline, settings),
             )
             rows = loop.feeds.read() if pipeline.segments else pipeline.source
             if ticks is not None:
@@ -105,6 +110,11 @@ def start_query(
         query.stop()
         raise
     return query
+
+
+def _make_tables(pipeline: Pipeline, settings: Settings) -> TableKeeper | None:
+    stage = table_stage(pipeline.stateful_stages)
+    return None if stage is None else TableKeeper(stage, bytes_max=settings.broadcast_bytes)
 
 
 def _start_coordinator(

@@ -12,6 +12,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
+from anabranch.api.broadcast import BroadcastTable, table_argument, with_broadcast
 from anabranch.api.grouped import GroupedStream
 from anabranch.api.joins import UNION_METHODS, check_static_join, is_stream, join_streams, unite_streams
 from anabranch.core.errors import UnsupportedError
@@ -167,8 +168,19 @@ class Stream:
 
     sort = orderBy
 
+    def withBroadcast(self, **tables: BroadcastTable) -> Stream:
+        """Let processors, and joins that follow, read tables that change while the query runs.
+
+        Every task of an epoch sees them with the rows that the epoch brings. Processors get them by name from
+        ``handle.getBroadcast(name)``, functions of processInArrow and processInPandas as keyword arguments.
+        """
+        return with_broadcast(self, tables)
+
     def join(self, other: Any, on: Any = None, how: str | None = None) -> Stream:
-        """Join with another stream, whose rows wait for each other in the state, or with a static DataFrame."""
+        """Join with another stream, whose rows wait for each other in the state, with a static DataFrame, or with a
+        table of ``withBroadcast``, as it is in each epoch."""
+        if isinstance(other, BroadcastTable):
+            other = table_argument(self, other)
         if is_stream(other):
             return join_streams(self, other, on, how)
         check_static_join(how)
@@ -235,7 +247,7 @@ class Stream:
         pipeline = self._pipeline.with_stage(str(operation))
         with bound_columns_explained(method, self._sample.columns):
             stage, sample = build_dedup(pipeline.stages[-1], self._sample, method, subset, keywords)
-        return Stream(pipeline.with_stateful(stage, sample), sample)
+        return Stream(pipeline.with_stateful(stage, sample, arriving=self._sample.schema), sample)
 
     def _column_of(self, key: Any) -> Column:
         if isinstance(key, Column):

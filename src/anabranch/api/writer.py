@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from pyspark.sql import DataFrame
 
+from anabranch.api.late import LateTarget, choose_late_rows
 from anabranch.api.locations import TemporaryFolder
 from anabranch.api.query import StreamQuery
 from anabranch.api.settings import is_setting, resolve_settings
@@ -42,6 +44,7 @@ class StreamWriter:
         self._name: str | None = None
         self._function: Callable[[DataFrame, int], Any] | None = None
         self._foreach: Any | None = None
+        self._late: LateTarget | None = None
 
     def format(self, source: str) -> StreamWriter:
         self._format = source.lower()
@@ -98,6 +101,18 @@ class StreamWriter:
         """Call a function with each row, in the tasks; or an object's ``process``, with ``open`` and ``close``."""
         foreach_function(f)
         self._function, self._foreach = None, f
+        return self
+
+    def lateRows(
+        self, target: str | os.PathLike[str] | Callable[[DataFrame, int], Any], format: str = "parquet"
+    ) -> StreamWriter:
+        """Keep the rows that stateful stages drop because the watermark has passed them.
+
+        They go to files (parquet, json or csv) in ``target/epoch=N``, or to a function of (rows, epoch), each once: an
+        epoch that is repeated writes its own again. Their columns are those that they had when they arrived at the
+        stage, and ``_stage``, the stage's name, ``_watermark``, and, if streams are joined, ``_side``.
+        """
+        self._late = LateTarget(target, format.lower())
         return self
 
     def start(
@@ -168,11 +183,23 @@ class StreamWriter:
             partition_by=self._partition_by,
             options=plain,
         )
+        late = None
+        if self._late is not None:
+            late = choose_late_rows(
+                self._pipeline,
+                self._late,
+                mode=self._mode,
+                sink=sink,
+                checkpoint=checkpoint if isinstance(checkpoint, str) else checkpoint.path,
+                savepoint=settings.savepoint,
+            )
+            description = f"{description}; {self._late}"
         return start_query(
             self._pipeline,
             self._sample,
             sink,
             description,
+            late=late,
             settings=settings,
             checkpoint=checkpoint,
             mode=self._mode,

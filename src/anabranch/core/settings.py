@@ -53,6 +53,9 @@ class Settings:
     keep_epochs: int = _setting(10, "keepEpochs", "how many of the newest epochs can be restored")
     keep_s: float = _setting(0.0, "keepSeconds", "epochs younger than this can be restored as well")
     state_location: str = _setting("", "stateLocation", "URL for the state; empty: in Spark's checkpoint")
+    broadcast_bytes: int = _setting(
+        64 * 1024 * 1024, "broadcastBytes", "how large a broadcast table may become, in the memory of every executor"
+    )
     savepoint: str = _setting("", "savepoint", "where a new job starts from; ignored once its checkpoint is in use")
     control_host: str = _setting("127.0.0.1", "controlHost", "where the HTTP API listens; elsewhere it needs a token")
     control_port: int = _setting(
@@ -69,6 +72,7 @@ class Settings:
         _check_range("parallelism", self.parallelism, 0, MAX_PARALLELISM)
         _check_range("snapshotEpochs", self.snapshot_epochs, 1, 1_000_000)
         _check_range("keepEpochs", self.keep_epochs, 1, 1_000_000)
+        _check_range("broadcastBytes", self.broadcast_bytes, 1, 2**31 - 1)
         if self.worker_count > self.key_groups:
             raise SettingsError(
                 f"{self.worker_count} workers cannot share {self.key_groups} key groups. "

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 
 from anabranch.engine.feeds import Feeds
+from anabranch.engine.late import LateRows, without_rows
 from anabranch.engine.segments import Segment, is_chain
 from anabranch.engine.stages import EpochContext, StatefulStage
 from anabranch.engine.taskepoch import TaskEpoch
@@ -28,6 +29,7 @@ class EpochRun:
         accesses: Mapping[int, StageAccess],
         context: EpochContext,
         templates: Templates,
+        late: LateRows | None = None,
     ) -> None:
         self._segments = segments
         self._feeds = feeds
@@ -35,9 +37,28 @@ class EpochRun:
         self._accesses = accesses
         self._context = context
         self._templates = templates
+        self._late = late
+        #: Whether the input of the stages that may drop rows is kept, to look for late rows in it afterwards.
+        self._keeps_input = False
+        #: By stage, with all that late rows are shown with.
+        self._kept: dict[int, DataFrame] = {}
         self._held: list[DataFrame] = []
         #: By position, the projected input of each stateful stage; empty until they are needed.
         self._inputs: dict[int, DataFrame] = {}
+
+    def keep_input(self) -> None:
+        """Keep what is needed to tell late rows afterwards."""
+        self._keeps_input = self._late is not None
+        fed = self._feeds.stages
+        if any(map(self._is_watched, fed)):
+            # Read once for both: the sink's rows and the late ones are those of one input, whatever made it.
+            self._hold(self._rows)
+            if self._feeds.one:
+                self._kept[fed[0]] = self._rows
+
+    def late_rows(self, epoch: TaskEpoch) -> DataFrame | None:
+        """The late rows of the epoch, after its result has been read; None if there can be none."""
+        return self._late.of(self._kept, epoch) if self._late is not None else None
 
     def build(self, *, reads_once: bool) -> DataFrame:
         """The epoch's result. Lazy, except for what has to be materialised on the way."""
@@ -47,7 +68,7 @@ class EpochRun:
             last_is_held = last.stage is None or not last.one_to_one
             return result if reads_once or last_is_held else self._materialise(result)
         variants = self._variants()
-        kept = self._templates.apply(self._accesses, variants, self._rows)
+        kept = self._templates.apply(self._accesses, self._context.tables, variants, self._rows)
         if kept is None:
             kept = self._string_together()
             self._templates.remember(variants, self._rows, kept)
@@ -58,7 +79,7 @@ class EpochRun:
         if not self._can_be_kept:
             return
         variants = self._variants()
-        if self._templates.apply(self._accesses, variants, self._rows) is None:
+        if self._templates.apply(self._accesses, self._context.tables, variants, self._rows) is None:
             kept = self._string_together()
             kept._jdf.queryExecution().executedPlan()
             self._templates.remember(variants, self._rows, kept)
@@ -76,6 +97,10 @@ class EpochRun:
         dataclasses.replace(epoch, done=done).announce(self._rows.sparkSession)
         run_all_partitions(stage.apply(self._inputs[position], access, self._context))
 
+    @property
+    def spark(self) -> SparkSession:
+        return self._rows.sparkSession
+
     def release(self) -> None:
         for rows in self._held:
             rows.unpersist()
@@ -83,7 +108,8 @@ class EpochRun:
     @property
     def _can_be_kept(self) -> bool:
         """Whether the plan is the same in every epoch, and nothing of it is materialised on the way."""
-        return is_chain(self._segments) and all(segment.one_to_one for segment in self._segments)
+        watched_later = any(self._is_watched(s.stage.spec.number) for s in self._segments[1:] if s.stage is not None)
+        return is_chain(self._segments) and all(s.one_to_one for s in self._segments) and not watched_later
 
     def _variants(self) -> tuple[str, ...]:
         return tuple(s.stage.variant(self._context) for s in self._segments if s.stage is not None)
@@ -100,7 +126,7 @@ class EpochRun:
             else:
                 rows = self._staged(position, segment, segment.stage, fed.get((position, 0)), outputs)
             for operation in segment.after:
-                rows = operation.apply(rows)
+                rows = operation.apply(rows, self._context.tables)
             outputs.append(rows)
         return outputs[-1]
 
@@ -108,16 +134,29 @@ class EpochRun:
         self, position: int, segment: Segment, stage: StatefulStage, fed: DataFrame | None, outputs: list[DataFrame]
     ) -> DataFrame:
         """The output of a stateful stage. What Spark has read for it has been projected already."""
+        number: int = stage.spec.number
         sides = segment.inputs or segment.feeders(position)
-        parts = [stage.project(outputs[each], side) for side, each in enumerate(sides) if isinstance(each, int)]
+        carry = self._late is not None and number in self._late.kinds
+        parts = [
+            stage.project(outputs[each], side, carry=carry) for side, each in enumerate(sides) if isinstance(each, int)
+        ]
         projected = reduce(DataFrame.union, parts if fed is None else [fed, *parts])
-        if len(sides) > 1:
+        if parts and len(sides) > 1:
             projected = _as_read(projected)
+        if self._is_watched(number):
+            # What Spark has read is held already; what comes from other stages must not be computed twice.
+            projected = self._kept[number] = self._materialise(projected) if parts else projected
+        if carry:
+            projected = without_rows(projected)
         self._inputs[position] = projected
-        rows = stage.apply(projected, self._accesses[stage.spec.number], self._context)
+        rows = stage.apply(projected, self._accesses[number], self._context)
         # Where several come together, Spark's tasks are no longer the partitions of one stage.
         meets = any(len(s.inputs) > 1 and position in s.feeders(i) for i, s in enumerate(self._segments))
         return self._materialise(rows) if meets or not segment.one_to_one else rows
+
+    def _is_watched(self, stage: int) -> bool:
+        """Whether late rows of the stage are looked for in this epoch."""
+        return self._keeps_input and self._late is not None and stage in self._late.kinds
 
     def _materialise(self, rows: DataFrame) -> DataFrame:
         """Compute all partitions once, in tasks of their own; whoever reads them later does not run state logic."""
@@ -132,9 +171,9 @@ class EpochRun:
         return held
 
 
-def run_all_partitions(rows: DataFrame) -> None:
-    """Compute all rows, and keep none."""
-    rows._jdf.queryExecution().toRdd().count()
+def run_all_partitions(rows: DataFrame) -> int:
+    """Compute all rows, and keep none; how many they are."""
+    return rows._jdf.queryExecution().toRdd().count()  # type: ignore[no-any-return]
 
 
 def _as_read(rows: DataFrame) -> DataFrame:

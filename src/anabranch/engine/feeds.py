@@ -8,6 +8,7 @@ from functools import cached_property, reduce
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
+from anabranch.engine.late import LateRows
 from anabranch.engine.segments import Segment
 
 #: Which part a row belongs to, if there are several; each is in a column of its own.
@@ -21,13 +22,21 @@ Place = tuple[int, int]
 class Feeds:
     """The inputs of segments that no other segment gives them."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], late: LateRows | None = None) -> None:
         self._segments = segments
+        #: What is projected for a stage of which late rows are wanted is what these are shown with, too.
+        self._late = late
 
     @property
     def one(self) -> bool:
         """Whether all that Spark reads goes to one place."""
         return len(self._parts) <= 1
+
+    @property
+    def stages(self) -> list[int]:
+        """The numbers of the stages that get some of what Spark reads."""
+        fed = [self._segments[position].stage for position, _ in self._parts]
+        return [stage.spec.number for stage in fed if stage is not None]
 
     def read(self) -> DataFrame:
         """The streaming DataFrame to run the query on: projected by the stages that it goes to."""
@@ -63,7 +72,8 @@ class Feeds:
                 if segment.stage is None:
                     parts[position, side] = rows
                 else:
-                    projected = segment.stage.project(rows, side)
+                    carry = self._late is not None and segment.stage.spec.number in self._late.kinds
+                    projected = segment.stage.project(rows, side, carry=carry)
                     earlier = parts.get((position, 0))
                     parts[position, 0] = projected if earlier is None else earlier.union(projected)
         return parts

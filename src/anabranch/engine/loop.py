@@ -13,11 +13,13 @@ from py4j.protocol import Py4JJavaError
 from pyspark.sql import DataFrame
 
 from anabranch.core.errors import EpochError, FencedError
-from anabranch.engine.epochrun import EpochRun
+from anabranch.engine.epochrun import EpochRun, run_all_partitions
 from anabranch.engine.feeds import Feeds
+from anabranch.engine.late import LateRows, LateSink, without_rows
 from anabranch.engine.segments import Segment, watermark_delays_ms
 from anabranch.engine.sinks import Sink
 from anabranch.engine.stages import EpochContext
+from anabranch.engine.tables import TableKeeper
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import spare_size_checks
 from anabranch.engine.templates import Templates
@@ -89,6 +91,9 @@ class StreamFacts(Protocol):
     def has_new_rows(self) -> bool:
         """Whether the epoch that runs has any input, as far as can be told."""
 
+    def has_rows_of(self, first: int, count: int) -> bool:
+        """Whether any of these sources has input in the epoch that runs, as far as can be told."""
+
 
 class EpochLoop:
     """Runs as the function of Spark's foreachBatch."""
@@ -104,10 +109,12 @@ class EpochLoop:
         shuffle_partitions: int,
         stream: StreamFacts,
         ticks: Ticks | None = None,
+        late: LateRows | None = None,
+        tables: TableKeeper | None = None,
     ) -> None:
         self._segments = segments
         #: What Spark has to read.
-        self.feeds = Feeds(segments)
+        self.feeds = Feeds(segments, late)
         self._coordinator = coordinator
         self._sink = sink
         self._complete = complete
@@ -116,6 +123,10 @@ class EpochLoop:
         self._stream = stream
         #: Only if a stage has something to do although no rows come.
         self._ticks = ticks
+        #: Only if the user asks for rows that come too late.
+        self._late = late
+        #: Only if the query has broadcast tables.
+        self._tables = tables
         self._templates = Templates()
         #: Rows and watermarks of epochs that are not durable: what they did to the state may have to be done again.
         self._volatile: dict[int, tuple[DataFrame, _Watermarks]] = {}
@@ -197,23 +208,38 @@ class EpochLoop:
         )
         task_epoch.announce(rows.sparkSession)
         clock.lap("begin")
+        if self._tables is not None:
+            # Of an epoch that is repeated, nobody knows any more which sources had rows.
+            repeated = epoch in self._volatile
+            accesses = self._coordinator.accesses()
+            self._tables.begin(rows, accesses, task_epoch, may_change=repeated or self._tables.may_change(self._stream))
+            clock.lap("tables")
         run = self._epoch_run(rows, epoch)
+        late_rows: dict[str, int] = {}
         try:
+            if self._late is not None and task_epoch.late_watermark_ms is not None:
+                run.keep_input()
             result = run.build(reads_once=self._sink.reads_once)
             clock.lap("plan")
             self._sink.write(result, epoch)
             clock.lap("sink")
             self._complete_what_is_missing(run, task_epoch)
             clock.lap("complete")
+            if self._late is not None:
+                late_rows["lateRows"] = self._write_late(self._late.sink, run, task_epoch)
+                clock.lap("late")
         finally:
             run.release()
         figures = self._coordinator.commit(epoch)
         clock.lap("commit")
+        if self._tables is not None:
+            self._tables.committed(epoch)
         self._latest = rows, epoch
         self._volatile[epoch] = rows, watermarks
         for durable in [each for each in self._volatile if each <= self._coordinator.durable_epoch]:
             del self._volatile[durable]
-        self.reports.append((epoch, {**figures, "durationMs": clock.laps_ms, "watermarkMs": task_epoch.watermark_ms}))
+        times = {"durationMs": clock.laps_ms, "watermarkMs": task_epoch.watermark_ms}
+        self.reports.append((epoch, {**figures, **late_rows, **times}))
         logger.info("epoch %d committed: %s", epoch, clock.laps_ms)
 
     def wish(self) -> None:
@@ -229,7 +255,17 @@ class EpochLoop:
 
     def _epoch_run(self, rows: DataFrame, epoch: int) -> EpochRun:
         accesses, context = self._coordinator.accesses(), self._context(epoch)
-        return EpochRun(self._segments, self.feeds, rows, accesses, context, self._templates)
+        return EpochRun(self._segments, self.feeds, rows, accesses, context, self._templates, self._late)
+
+    def _write_late(self, sink: LateSink, run: EpochRun, epoch: TaskEpoch) -> int:
+        """Give the rows that came too late to their sink; how many there are."""
+        late = run.late_rows(epoch)
+        count = run_all_partitions(late) if late is not None else 0
+        if late is not None and count:
+            sink.write(late, epoch.epoch)
+        else:
+            sink.write_none(run.spark, epoch.epoch)
+        return count
 
     def _context(self, epoch: int) -> EpochContext:
         return EpochContext(
@@ -238,6 +274,7 @@ class EpochLoop:
             previous_changes=self._previous_changes,
             complete=self._complete,
             append=self._append,
+            tables=self._tables.current if self._tables is not None else None,
         )
 
     def _complete_what_is_missing(self, run: EpochRun, epoch: TaskEpoch) -> None:
@@ -263,7 +300,7 @@ class EpochLoop:
         conf.set("spark.sql.shuffle.partitions", str(self._shuffle_partitions))
         match self._segments:
             case [Segment(stage=stage, after=())] if stage is not None:
-                spare_size_checks(rows, stage.spec)
+                spare_size_checks(rows if self._late is None else without_rows(rows), stage.spec)
 
 
 def wall_clock_ms() -> int:

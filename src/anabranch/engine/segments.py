@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
 
 from anabranch.engine.stages import StatefulStage
+from anabranch.engine.tables import EpochTables, TableStage
 
 #: Operations that keep Spark's partitions one to one and read their input once (a repartition by range does not: it
 #: draws a sample first). After others, a stage's output is materialised, so that state logic runs once, in tasks of its
@@ -23,6 +26,18 @@ ONE_TO_ONE = frozenset(
 
 
 @dataclass(frozen=True)
+class TableArgument:
+    """Stands for a broadcast table in an operation."""
+
+    name: str
+    #: Without rows.
+    sample: DataFrame
+
+    def __repr__(self) -> str:
+        return f"broadcast {self.name}"
+
+
+@dataclass(frozen=True)
 class Operation:
     """A DataFrame method call, recorded to be replayed on every epoch's rows."""
 
@@ -30,8 +45,10 @@ class Operation:
     arguments: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
-    def apply(self, rows: DataFrame) -> DataFrame:
-        result: DataFrame = getattr(rows, self.method)(*self.arguments, **self.keywords)
+    def apply(self, rows: DataFrame, tables: EpochTables | None = None) -> DataFrame:
+        """On rows; a broadcast table among the arguments is what it is in the epoch."""
+        arguments = [_as_of(value, rows, tables) for value in self.arguments]
+        result: DataFrame = getattr(rows, self.method)(*arguments, **self.keywords)
         return result
 
     def __str__(self) -> str:
@@ -56,10 +73,13 @@ class Segment:
     union: Operation | None = None
     #: No rows, with the columns that the stage or the union gives out.
     sample: DataFrame | None = None
+    #: The columns of the stage's input, as the user knows them; none for a join, which has two inputs.
+    arriving: StructType = field(default_factory=StructType)
 
     @property
     def one_to_one(self) -> bool:
-        return all(operation.method in ONE_TO_ONE for operation in self.after)
+        # Rows that pass the stage of broadcast tables can be computed as often as one likes: no task keeps state there.
+        return isinstance(self.stage, TableStage) or all(operation.method in ONE_TO_ONE for operation in self.after)
 
     def feeders(self, position: int) -> tuple[int, ...]:
         """The positions of the segments whose output this one gets, which is at a position itself."""
@@ -70,6 +90,12 @@ class Segment:
     def united(self, left: DataFrame, right: DataFrame) -> DataFrame:
         assert self.union is not None
         return Operation(self.union.method, (right, *self.union.arguments), self.union.keywords).apply(left)
+
+
+def _as_of(value: Any, rows: DataFrame, tables: EpochTables | None) -> Any:
+    if not isinstance(value, TableArgument):
+        return value
+    return F.broadcast(value.sample if tables is None else tables.frame(rows.sparkSession, value.name))
 
 
 def is_chain(segments: Sequence[Segment]) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, Self
 
 from pyspark.sql import DataFrame
+from pyspark.sql.types import StructType
 
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import StageSpec
+from anabranch.engine.late import LateKind
+from anabranch.engine.tables import EpochTables, TableStage
 from anabranch.wire.routed import StageAccess
 
 
@@ -36,6 +40,8 @@ class EpochContext:
     complete: bool
     #: Append output mode: a row goes out once, when the watermark has passed it and it cannot change any more.
     append: bool = False
+    #: Broadcast tables as of the epoch, if the query has any.
+    tables: EpochTables | None = None
 
 
 class StatefulStage(Protocol):
@@ -59,11 +65,15 @@ class StatefulStage(Protocol):
     def numbered(self, number: StageNumber, name: str) -> Self:
         """The same stage under another number and name."""
 
-    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
+    def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
         """The stateless half of the stage, which runs before rows are placed. Works on streaming DataFrames too.
 
-        What becomes of the rows of all sides has the same columns; most stages have one side only.
+        What becomes of the rows of all sides has the same columns; most stages have one side only. With `carry`, what
+        late rows are shown with is in the result as well; it is not there when the stage is applied.
         """
+
+    def late_kinds(self, arriving: StructType, *, complete: bool) -> tuple[LateKind, ...]:
+        """The rows that the stage drops because the watermark has passed them, of input with these columns."""
 
     def variant(self, context: EpochContext) -> str:
         """Which of its plans suits the epoch; `apply` makes the same plan for the same variant and access."""
@@ -73,3 +83,8 @@ class StatefulStage(Protocol):
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
         """Rows of a state variable as the user should see them."""
+
+
+def table_stage(stages: Iterable[StatefulStage]) -> TableStage | None:
+    """The stage with the broadcast tables of a query."""
+    return next((stage for stage in stages if isinstance(stage, TableStage)), None)

@@ -68,6 +68,21 @@ class SparkStream:
                 return True
         return False
 
+    def has_rows_of(self, first: int, count: int) -> bool:
+        """Whether any of these sources, in the order of the plan, has input in the epoch that runs; True if unknown."""
+        execution = self._handle().streamingQuery()
+        context = execution.getLatestExecutionContext()
+        before, after = context.startOffsets(), context.endOffsets()
+        sources = execution.sources()
+        # Beyond them there may be the ticks. Any other number means that Spark has taken two sources for one.
+        if sources.size() not in (first + count, first + count + 1):
+            return True
+        for position in range(first, first + count):
+            source = sources.apply(position)
+            if not after.get(source).equals(before.get(source)):
+                return True
+        return False
+
     def cancel_jobs(self) -> None:
         """Let the tasks that run for the query fail at once, instead of when their requests time out."""
         if self._query is None:

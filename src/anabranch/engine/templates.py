@@ -13,6 +13,7 @@ from typing import Any
 from py4j.java_gateway import is_instance_of
 from pyspark.sql import DataFrame
 
+from anabranch.engine.tables import EpochTables
 from anabranch.wire.routed import StageAccess
 
 _UNARY_NODE = "org.apache.spark.sql.catalyst.plans.logical.UnaryNode"
@@ -59,18 +60,24 @@ class Template:
 
 
 class Templates:
-    """The templates of a query, by the variants of its stages, for as long as tasks reach the state in the same way."""
+    """The templates of a query, by the variants of its stages, for as long as tasks reach the state in the same way and
+    read the same broadcast tables."""
 
     def __init__(self) -> None:
         self._accesses: Mapping[int, StageAccess] = {}
+        self._tables: EpochTables | None = None
         self._templates: dict[tuple[str, ...], Template] = {}
 
     def apply(
-        self, accesses: Mapping[int, StageAccess], variants: tuple[str, ...], rows: DataFrame
+        self,
+        accesses: Mapping[int, StageAccess],
+        tables: EpochTables | None,
+        variants: tuple[str, ...],
+        rows: DataFrame,
     ) -> DataFrame | None:
         """The result for these rows, if there is a template for it."""
-        if accesses is not self._accesses:
-            self._accesses = accesses
+        if accesses is not self._accesses or tables is not self._tables:
+            self._accesses, self._tables = accesses, tables
             self._templates.clear()
         template = self._templates.get(variants)
         return template.on(rows) if template is not None else None

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pyspark.sql import DataFrame
+from pyspark.sql.types import StructType
 
+from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber
 from anabranch.engine.segments import Operation, Segment
-from anabranch.engine.stages import StatefulStage
+from anabranch.engine.stages import StatefulStage, table_stage
 
 #: The node of Spark's plans that tracks a watermark.
 _WATERMARK = "EventTimeWatermark"
@@ -53,6 +55,12 @@ class Pipeline:
         return tuple(segment.stage for segment in self.segments if segment.stage is not None)
 
     @property
+    def table_names(self) -> tuple[str, ...]:
+        """The broadcast tables."""
+        stage = table_stage(self.stateful_stages)
+        return () if stage is None else tuple(stage.table_keys)
+
+    @property
     def has_watermark(self) -> bool:
         """Whether Spark tracks a watermark: on any of the sources, and whether or not its column is still there."""
         read = [each for segment in self.segments for each in segment.inputs if not isinstance(each, int)]
@@ -87,10 +95,19 @@ class Pipeline:
         return len(self.segments) - 1 if self.segments else self.source
 
     def with_stateful(
-        self, stage: StatefulStage, sample: DataFrame | None = None, inputs: tuple[int | DataFrame, ...] = ()
+        self,
+        stage: StatefulStage,
+        sample: DataFrame | None = None,
+        inputs: tuple[int | DataFrame, ...] = (),
+        *,
+        arriving: StructType | None = None,
     ) -> Pipeline:
-        """Append a stateful stage, for the logical stage that was numbered last. The sample is empty rows of it."""
-        return self._with_segment(Segment(stage, inputs=inputs or (self.output,), sample=sample))
+        """Append a stateful stage, for the logical stage that was numbered last.
+
+        The sample is empty rows of its result; `arriving` are the columns of its input.
+        """
+        segment = Segment(stage, inputs=inputs or (self.output,), sample=sample, arriving=arriving or StructType())
+        return self._with_segment(segment)
 
     def with_union(self, union: Operation, sample: DataFrame, inputs: tuple[int | DataFrame, ...]) -> Pipeline:
         """Append a union of streams."""
@@ -106,6 +123,11 @@ class Pipeline:
         The stages of the other one are numbered after these. If it has no state, it adds none: what it does belongs to
         the stage in which they come together.
         """
+        if other.table_names:
+            raise UnsupportedError(
+                "The second of two streams that come together has broadcast tables. Give the tables to the first one, "
+                "with withBroadcast, or let it be the second."
+            )
         if not other.segments:
             return self.with_stage(text), (self.output, other.source)
         own = self.stages[:-1] if self.stages[-1].opened else self.stages

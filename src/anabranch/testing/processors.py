@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -47,7 +49,10 @@ class ProcessorTest:
         *,
         timeMode: str = "none",
         pandas: bool = False,
+        broadcast: Mapping[str, Mapping[Any, Any]] | None = None,
     ) -> None:
+        """`broadcast` are the tables that ``handle.getBroadcast(name)`` gives: rows by their key. It can be changed."""
+        self.broadcast = broadcast or {}
         self._schema = _struct(schema)
         unknown = [name for name in key if name not in self._schema.names]
         if unknown or not key:
@@ -56,7 +61,7 @@ class ProcessorTest:
         check_key_fields(fields)
         mode = checked_time_mode(timeMode)
         self._pickled: bytes = cloudpickle.dumps(processor)  # type: ignore[no-untyped-call]
-        self._spec = declare_state(processor, arrow_schema(fields), StageNumber(0), "test", mode)
+        self._spec = declare_state(processor, arrow_schema(fields), StageNumber(0), "test", mode, [*self.broadcast])
         self._output = _struct(output)
         self._mode = mode
         self._run = run_frames if pandas else run_rows
@@ -92,11 +97,24 @@ class ProcessorTest:
         return _rows(self._state.scan(variable).drop_columns([HASH]))
 
     def _epoch(self, batches: list[pa.RecordBatch]) -> list[Row]:
-        program = Program(self._spec, cloudpickle.loads(self._pickled), self._output, time_mode=self._mode)
+        processor = cloudpickle.loads(self._pickled)
+        tables = {name: _Table(rows) for name, rows in self.broadcast.items()}
+        program = Program(self._spec, processor, self._output, time_mode=self._mode, tables=tables)
         times = program.times(self._now_ms, self._watermark_ms)
         output = list(self._run(batches, program, self._state, times))
         self._state.commit()
         return _rows(pa.Table.from_batches(output, schema=program.output_schema))
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A broadcast table of a test."""
+
+    given: Mapping[Any, Any]
+
+    def rows(self, make: Any) -> Mapping[Any, Any]:
+        del make
+        return MappingProxyType(dict(self.given))
 
 
 class _MemoryState:

@@ -47,6 +47,9 @@ class Rows:
 
     coalesce = filter
 
+    def drop(self, *_: str) -> "Rows":
+        return self
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -63,8 +66,8 @@ class Stage:
     def output_delay_ms(self) -> int:
         return 0
 
-    def project(self, rows: Rows, side: int = 0) -> Rows:
-        del side
+    def project(self, rows: Rows, side: int = 0, *, carry: bool = False) -> Rows:
+        del side, carry
         return Rows(rows.journal, f"{rows.name}>")
 
     def apply(self, rows: Rows, access: Any, context: Any) -> Rows:
@@ -138,8 +141,10 @@ class Facts:
     def watermark_ms(self) -> int | None:
         return 5
 
+    late_ms: int | None = None
+
     def late_watermark_ms(self) -> int | None:
-        return None
+        return self.late_ms
 
     def previous_rows(self, epoch: int) -> int | None:
         return epoch or None
@@ -169,6 +174,67 @@ def run(loop: EpochLoop, control: Control, epoch: int = 0) -> list[str]:
 
 def test_the_sink_writes_before_the_commit() -> None:
     assert run(*make()) == ["begin 0", "write s1(rows)", "commit 0"]
+
+
+@dataclass
+class Late:
+    """Stands for what becomes of late rows: it is the sink as well, and finds as many of them as it is told."""
+
+    journal: list[str]
+    count: int
+    kinds: Mapping[int, Any]
+
+    @property
+    def sink(self) -> "Late":
+        return self
+
+    def of(self, inputs: Mapping[int, Rows], epoch: Any) -> Any:
+        del epoch
+        journal = self.journal
+        journal.append(f"look in {[rows.name for rows in inputs.values()]}")
+        counted = SimpleNamespace(toRdd=lambda: SimpleNamespace(count=lambda: self.count))
+        return SimpleNamespace(_jdf=SimpleNamespace(queryExecution=lambda: counted)) if inputs else None
+
+    def write(self, rows: Any, epoch: int) -> None:
+        del rows
+        self.journal.append(f"late {epoch}")
+
+    def write_none(self, spark: Any, epoch: int) -> None:
+        del spark
+        self.journal.append(f"none late {epoch}")
+
+
+def with_late(count: int, *, watched: int, stages: int = 1, late_ms: int | None = 3) -> tuple[EpochLoop, Control]:
+    loop, control = make(stages=stages)
+    loop._late = Late(control.journal, count, {watched: ()})  # type: ignore[assignment]
+    loop._stream.late_ms = late_ms  # type: ignore[attr-defined]
+    return loop, control
+
+
+def test_late_rows_are_written_after_the_sinks_and_before_the_commit() -> None:
+    loop, control = with_late(2, watched=1)
+    found = run(loop, control)
+    look = ["look in ['rows']", "late 0", "release kept rows"]
+    assert found == ["begin 0", "write s1(rows)", *look, "commit 0"]
+    assert loop.reports[-1][1]["lateRows"] == 2
+
+
+def test_an_epoch_without_late_rows_takes_back_those_of_an_earlier_run() -> None:
+    found = run(*with_late(0, watched=1))
+    assert found[2:] == ["look in ['rows']", "none late 0", "release kept rows", "commit 0"]
+
+
+def test_input_of_a_later_stage_is_computed_once_for_its_logic_and_its_late_rows() -> None:
+    found = run(*with_late(1, watched=2, stages=2))
+    kept = "kept s1(rows)>"
+    assert found == [
+        "begin 0", f"run {kept}", f"write s2({kept})", f"look in ['{kept}']", "late 0", f"release {kept}", "commit 0",
+    ]  # fmt: skip
+
+
+def test_nothing_is_kept_before_there_is_a_watermark() -> None:
+    found = run(*with_late(1, watched=2, stages=2, late_ms=None))
+    assert found == ["begin 0", "write s2(s1(rows)>)", "look in []", "none late 0", "commit 0"]
 
 
 def test_operations_that_read_once_stay_lazy_for_a_sink_that_reads_once() -> None:

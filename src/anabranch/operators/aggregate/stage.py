@@ -18,6 +18,7 @@ from pyspark.sql.types import StructField, StructType
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, Op, StageSpec
+from anabranch.engine.late import LateKind, carried_columns, project_and_carry, time_type
 from anabranch.engine.placement import PARTITION, place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
@@ -79,7 +80,7 @@ class AggregateStage:
     def numbered(self, number: StageNumber, name: str) -> Self:
         return replace(self, spec=replace(self.spec, number=number, name=name))
 
-    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
+    def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
         """The stateless half: key columns and the inputs of the aggregates, under names of our own."""
         del side
         keys = [column.alias(key_name(i)) for i, column in enumerate(self.key_columns)]
@@ -88,7 +89,16 @@ class AggregateStage:
             for i, function in enumerate(self.functions)
             for j, argument in enumerate(function.arguments)
         ]
+        if carry:
+            return project_and_carry(rows, [*keys, *inputs])
         return rows.select(*keys, *inputs) if keys or inputs else rows.select(F.lit(1).alias("_row"))
+
+    def late_kinds(self, arriving: StructType, *, complete: bool) -> tuple[LateKind, ...]:
+        if self.event_time is None or complete:
+            return ()
+        position, field = self.event_time
+        kind = time_type(self.key_fields[position].dataType, field)
+        return (LateKind(key_name(position), field, kind, carried_columns(arriving)),)
 
     def variant(self, context: EpochContext) -> str:
         return "placed first" if self._places_first(context) else "combined first"

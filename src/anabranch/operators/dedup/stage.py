@@ -17,6 +17,7 @@ from pyspark.sql.types import DataType, DoubleType, FloatType, StructField, Stru
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, Layout, Op, StageSpec
+from anabranch.engine.late import LateKind, time_type
 from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
@@ -153,14 +154,24 @@ class DedupStage:
         spec = replace(self.spec, number=number, name=name)
         return replace(self, task=replace(self.task, spec=spec))
 
-    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
-        del side
+    def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
+        del side, carry  # all columns are there
         named = rows.toDF(*[f"_column{position}" for position in range(len(self.fields))])
         keys = [
             normalised(F.col(f"_column{position}"), self.fields[position].dataType).alias(key_name(i))
             for i, position in enumerate(self.subset)
         ]
         return named.select(*keys, *[f"_column{position}" for position in self.extras])
+
+    def late_kinds(self, arriving: StructType, *, complete: bool) -> tuple[LateKind, ...]:
+        del complete
+        if self.task.event_time is None:
+            return ()
+        names = [*(key_name(i) for i in range(len(self.subset))), *(f"_column{i}" for i in self.extras)]
+        place, field = self.task.event_time
+        columns = [names[position] for position in self.task.columns]
+        kind = time_type(self.fields[columns.index(names[place])].dataType, field)
+        return (LateKind(names[place], field, kind, tuple((f, c, "") for f, c in zip(arriving, columns, strict=True))),)
 
     def variant(self, context: EpochContext) -> str:
         del context

@@ -55,6 +55,7 @@ def build_join(name: StageName, joined: DataFrame) -> tuple[JoinStage, tuple[Dat
         attributes=tuple(_output(plan)),
         projections=tuple(map(tuple, plan.projections)),
         inputs=tuple(_input(plan, draft, side, slots) for draft, side in zip(drafts, sides, strict=True)),
+        side_fields=(_fields(plan.attributes[LEFT]), _fields(plan.attributes[RIGHT])),
     )
     return stage, plan.inputs
 
@@ -208,6 +209,10 @@ def _output(plan: JoinPlan) -> list[Any]:
     """The attributes of the joined rows."""
     left, right = plan.attributes
     return left if plan.how is JoinType.LEFT_SEMI else [*left, *right]
+
+
+def _fields(attributes: Sequence[Any]) -> tuple[StructField, ...]:
+    return tuple(field_of(attribute, str(attribute.name())) for attribute in attributes)
 
 
 def _kind(expression: Any) -> DataType:

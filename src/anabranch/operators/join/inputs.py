@@ -14,7 +14,8 @@ from pyspark.sql.types import DataType
 from anabranch.operators.join.catalyst import column_of, renamed
 from anabranch.operators.keys import key_name
 
-_SIDE = "_side"
+#: The column by which rows of the two sides are told apart.
+SIDE = "_side"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class SideInput:
             held[self.can_match] = reduce(Column.__and__, [column_of(spark, hope) for hope in self.hopes])
         return rows.select(
             *[key.alias(key_name(i)) for i, key in enumerate(keys)],
-            F.lit(self.side).cast("byte").alias(_SIDE),
-            *[held.get(i, F.lit(None).cast(kind)).alias(f"_slot{i}") for i, kind in enumerate(self.kinds)],
+            F.lit(self.side).cast("byte").alias(SIDE),
+            *[held.get(i, F.lit(None).cast(kind)).alias(slot_name(i)) for i, kind in enumerate(self.kinds)],
         )
+
+
+def slot_name(slot: int) -> str:
+    """A column that both sides share on their way to the tasks."""
+    return f"_slot{slot}"

@@ -12,13 +12,14 @@ from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec
+from anabranch.engine.late import LateKind, time_type
 from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.join.catalyst import column_of, renamed
-from anabranch.operators.join.inputs import SideInput
-from anabranch.operators.join.predicate import Term
-from anabranch.operators.join.sides import JoinType, Side
+from anabranch.operators.join.inputs import SIDE, SideInput, slot_name
+from anabranch.operators.join.predicate import Place, Term
+from anabranch.operators.join.sides import VARIABLES, JoinType, Side
 from anabranch.operators.join.task import JoinTask
 from anabranch.operators.keys import arrow_schema, key_name
 from anabranch.wire.routed import StageAccess
@@ -41,6 +42,8 @@ class JoinStage:
     #: What Spark makes of these columns, if the join is by names; each level a list of expressions.
     projections: tuple[tuple[Any, ...], ...]
     inputs: tuple[SideInput, ...]
+    #: The columns of each side, as the user knows them.
+    side_fields: tuple[tuple[StructField, ...], tuple[StructField, ...]]
 
     @property
     def clock(self) -> Clock:
@@ -54,8 +57,23 @@ class JoinStage:
     def numbered(self, number: StageNumber, name: str) -> Self:
         return replace(self, spec=replace(self.spec, number=number, name=name))
 
-    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
+    def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
+        del carry  # all columns are there
         return self.inputs[side].tagged(rows)
+
+    def late_kinds(self, arriving: StructType, *, complete: bool) -> tuple[LateKind, ...]:
+        """Late rows of each side, in the columns of that side."""
+        del arriving, complete
+        kinds = []
+        for number, (side, fields) in enumerate(zip(self.sides, self.side_fields, strict=True)):
+            if side.event_time is None:
+                continue
+            names = [_input_column(side, place) for place in side.columns]
+            time = _input_column(side, side.event_time.place)
+            kind = time_type(fields[names.index(time)].dataType, side.event_time.field)
+            columns = tuple((field, name, "") for field, name in zip(fields, names, strict=True))
+            kinds.append(LateKind(time, side.event_time.field, kind, columns, (VARIABLES[number], SIDE, number)))
+        return tuple(kinds)
 
     def variant(self, context: EpochContext) -> str:
         del context
@@ -80,3 +98,7 @@ class JoinStage:
     @cached_property
     def _output(self) -> pa.Schema:
         return arrow_schema(self.column_fields)
+
+
+def _input_column(side: Side, place: Place) -> str:
+    return key_name(place.position) if place.key else slot_name(side.slots[place.position])

@@ -31,6 +31,7 @@ def build_process(
     initial: Any,
     event_time_column: str,
     pandas: bool,
+    tables: tuple[str, ...] = (),
 ) -> tuple[ProcessStage, DataFrame]:
     """The stage, and an empty DataFrame with the schema of its result."""
     method = "transformWithStateInPandas" if pandas else "transformWithState"
@@ -43,7 +44,7 @@ def build_process(
     result: StructType = spark.createDataFrame([], output).schema
     if event_time_column:
         result = _with_event_time(result, event_time_column, mode, rows, method)
-    declared = declare(processor, arrow_schema(key_fields), name.number, name.name, mode)
+    declared = declare(processor, arrow_schema(key_fields), name.number, name.name, mode, tables)
     program = Program(
         spec=declared.spec,
         processor=processor,
@@ -60,6 +61,7 @@ def build_process(
         run_frames if pandas else run_rows,
         event_time=event_time_of(rows),
         initial=None if initial is None else initial_state(initial, key_fields, method),
+        tables=tables,
     )
     return stage, spark.createDataFrame([], result)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -52,9 +54,10 @@ def declare_state(
     number: StageNumber,
     name: str,
     time_mode: TimeMode = TimeMode.NONE,
+    tables: Collection[str] = (),
 ) -> StageSpec:
     """The stage that runs a processor, with the state variables that its ``init`` asks for."""
-    return declare(processor, key, number, name, time_mode).spec
+    return declare(processor, key, number, name, time_mode, tables).spec
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def declare(
     number: StageNumber,
     name: str,
     time_mode: TimeMode = TimeMode.NONE,
+    tables: Collection[str] = (),
 ) -> Declaration:
     """Ask a copy of the processor, so that the user's own stays as it is."""
     _refuse_names(f"Stage {name}: its key", key)
@@ -82,7 +86,7 @@ def declare(
             f"Stage {name}: {type(processor).__name__} cannot be sent to tasks: {error}. "
             "Create connections, locks and the like in init, not in the constructor."
         ) from error
-    handle = _RecordingHandle(name, time_mode)
+    handle = _RecordingHandle(name, time_mode, tables)
     copy.init(handle)
     copy.close()
     timers = () if time_mode is TimeMode.NONE else (TIMERS_SPEC,)
@@ -93,8 +97,9 @@ def declare(
 class _RecordingHandle(BaseHandle):
     """Writes down which state variables are asked for. What it hands out has no key to work on."""
 
-    def __init__(self, stage: str, time_mode: TimeMode) -> None:
+    def __init__(self, stage: str, time_mode: TimeMode, tables: Collection[str]) -> None:
         super().__init__(stage, time_mode)
+        self._tables = tables
         self.variables: dict[str, VariableSpec] = {}
         self.deleted: set[str] = set()
 
@@ -123,6 +128,11 @@ class _RecordingHandle(BaseHandle):
     def deleteIfExists(self, stateName: str) -> None:
         self.variables.pop(stateName, None)
         self.deleted.add(stateName)
+
+    def getBroadcast(self, name: str) -> Mapping[Any, Any]:
+        if name not in self._tables:
+            raise self.unknown_table(name, self._tables)
+        return MappingProxyType({})
 
     def timers(self, method: str) -> LocalTimers:
         if self.time_mode is TimeMode.NONE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pyspark.errors import PySparkRuntimeError
@@ -15,12 +15,13 @@ from pyspark.sql.streaming.stateful_processor import (
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+from anabranch.engine.tables import TableRows
 from anabranch.operators.process.deleted import deleted_state
 from anabranch.operators.process.list_state import LocalListState
 from anabranch.operators.process.map_state import LocalMapState
 from anabranch.operators.process.program import TimeMode
 from anabranch.operators.process.timers import TIMERS, LocalTimers
-from anabranch.operators.process.tuples import TupleCodec
+from anabranch.operators.process.tuples import TupleCodec, rows_by_key
 from anabranch.operators.process.value_state import LocalMutableValueState, LocalValueState
 from anabranch.operators.process.variable import Cursor, LocalVariable, has_expiry, without_expiry
 
@@ -49,6 +50,20 @@ class BaseHandle(StatefulProcessorHandle):
             f"{method} with timeMode 'none'", "Use timeMode 'processingTime', or 'eventTime' with a watermark"
         )
 
+    def getBroadcast(self, name: str) -> Mapping[Any, Any]:
+        """A broadcast table as of the epoch: its rows by their key, or by a tuple if the key has several columns.
+
+        It can be read only. Ask for it in init, which runs anew in every task of every epoch.
+        """
+        raise self.unknown_table(name, ())
+
+    def unknown_table(self, name: str, known: Iterable[str]) -> UnsupportedError:
+        listed = ", ".join(known)
+        return UnsupportedError(
+            f"Stage {self.stage}: there is no broadcast table {name!r}"
+            f"{f', but {listed}' if listed else ''}. Add it before the stage: withBroadcast({name}=table)."
+        )
+
     def checked_ttl(self, name: str, ttl_duration_ms: int | None) -> int | None:
         """The time to live of a state variable's entries; None, or 0, as in Spark, for ever."""
         if not ttl_duration_ms:
@@ -68,8 +83,9 @@ class BaseHandle(StatefulProcessorHandle):
 class LocalHandle(BaseHandle):
     """Hands out the declared state variables, each bound to the current key."""
 
-    def __init__(self, spec: StageSpec, time_mode: TimeMode) -> None:
+    def __init__(self, spec: StageSpec, time_mode: TimeMode, tables: Mapping[str, TableRows] | None = None) -> None:
         super().__init__(spec.name, time_mode)
+        self._tables = tables or {}
         self.cursor = Cursor()
         #: The state variables that the processor has asked for, and its timers.
         self.variables: dict[str, LocalVariable] = {}
@@ -120,6 +136,11 @@ class LocalHandle(BaseHandle):
                 f"Stage {self.stage}: deleteIfExists({stateName!r}) was called after init. Call it in init only."
             )
         self._undeclared.pop(stateName, None)
+
+    def getBroadcast(self, name: str) -> Mapping[Any, Any]:
+        if name not in self._tables:
+            raise self.unknown_table(name, self._tables)
+        return self._tables[name].rows(rows_by_key)
 
     def timers(self, method: str) -> LocalTimers:
         return self._timers if self._timers is not None else super().timers(method)

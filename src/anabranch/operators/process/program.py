@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -12,6 +13,7 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor, TimerVal
 from pyspark.sql.types import StructType
 
 from anabranch.core.schemas import StageSpec
+from anabranch.engine.tables import TableRows
 
 #: The most rows in one output batch, and about as many rows of input at a time as Python objects.
 ROWS_MAX = 10_000
@@ -68,6 +70,8 @@ class Program:
     time_mode: TimeMode = TimeMode.NONE
     #: How many state variables init deletes.
     deleted_variables: int = 0
+    #: Broadcast tables by name, as of the epoch.
+    tables: Mapping[str, TableRows] = field(default_factory=dict)
 
     @property
     def output_schema(self) -> pa.Schema:

@@ -10,11 +10,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql.streaming.stateful_processor import TimerValues
-from pyspark.sql.types import StructField
+from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine.batches import ONLY_EPOCH, Batch
+from anabranch.engine.late import LateKind, kept_columns, time_type
 from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
@@ -60,6 +61,8 @@ class ProcessStage:
     initial: InitialState | None = None
     #: The only output mode that the query may have; None for any.
     output_mode: str | None = None
+    #: The broadcast tables that the processor can read.
+    tables: tuple[str, ...] = ()
 
     @property
     def spec(self) -> StageSpec:
@@ -77,9 +80,17 @@ class ProcessStage:
         spec = replace(self.spec, number=number, name=name)
         return replace(self, program=replace(self.program, spec=spec))
 
-    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
-        del side
+    def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
+        del side, carry  # all columns are there
         return with_keys(rows, self.key_columns, self.key_fields)
+
+    def late_kinds(self, arriving: StructType, *, complete: bool) -> tuple[LateKind, ...]:
+        del complete
+        if self.event_time is None or self.program.time_mode is not TimeMode.EVENT_TIME:
+            return ()
+        position, field = self.event_time
+        time = arriving.fields[position]
+        return (LateKind(time.name, field, time_type(time.dataType, field), kept_columns(arriving)),)
 
     def variant(self, context: EpochContext) -> str:
         return "process" if self._initial(context) is None else "process with initial state"
@@ -109,7 +120,11 @@ class ProcessStage:
             keys = len(self.key_fields)
             united = UnitedRows(keys, tuple(rows.columns[keys:]), tuple(initial.rows.columns))
             rows = initial.united_with(rows, self.key_fields)
-        return rows, _ProcessTask(self.program, self.run, self._late_rows(), united)
+        program = self.program
+        if context.tables is not None and self.tables:
+            shared = {name: context.tables.shared(rows.sparkSession, name) for name in self.tables}
+            program = replace(program, tables=shared)
+        return rows, _ProcessTask(program, self.run, self._late_rows(), united)
 
     def _initial(self, context: EpochContext) -> InitialState | None:
         """The initial state, in the first epoch of all; whoever runs that again begins with it again."""

@@ -121,6 +121,15 @@ def state_rows(table: pa.Table) -> list[Tuple]:
     return list(rows_of(row_class(table.column_names), tuples))
 
 
+def rows_by_key(table: pa.Table, keys: Sequence[str]) -> dict[Any, Any]:
+    """Rows of a table by their key: its value, or a tuple of the values of several columns."""
+    positions = [table.column_names.index(key) for key in keys]
+    rows = state_rows(table)
+    if len(positions) == 1:
+        return {row[positions[0]]: row for row in rows}
+    return {tuple([row[position] for position in positions]): row for row in rows}
+
+
 def _over_fields(converts: list[Callable[[Any], Any] | None]) -> Callable[[Tuple], Tuple] | None:
     if not any(converts):
         return None

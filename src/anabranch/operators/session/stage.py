@@ -12,10 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
 
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, Layout, Op, StageSpec
+from anabranch.engine.late import LateKind, carried_columns, time_type
 from anabranch.engine.placement import PARTITION, place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
@@ -69,14 +71,21 @@ class SessionStage:
         whole = self.whole.numbered(number, name)
         return replace(self, whole=whole, spec=replace(self.spec, number=number, name=name))
 
-    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
+    def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
         """The stateless half. Each row is a session of its own; Spark leaves out those without a time or a length."""
         del side
-        projected = self.whole.project(rows)
+        projected = self.whole.project(rows, carry=carry)
         session = key_name(self.position)
         # As columns of their own they are without Spark's mark, by which it would unite sessions itself, late ones too.
         bounds = [F.col(session).start.alias(_START), F.col(session).end.alias(_END)]
         return projected.select(*[name for name in projected.columns if name != session], *bounds)
+
+    def late_kinds(self, arriving: StructType, *, complete: bool) -> tuple[LateKind, ...]:
+        del complete  # sessions that are over are not kept in any mode
+        if self.event_time is None:
+            return ()
+        kind = time_type(self.whole.key_fields[self.position].dataType, "end")
+        return (LateKind(_END, "", kind, carried_columns(arriving)),)
 
     def variant(self, context: EpochContext) -> str:
         del context

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -15,8 +16,10 @@ from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec, VariableKind, VariableSpec
 from anabranch.engine.batches import Batch
+from anabranch.engine.late import LateKind
 from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
+from anabranch.engine.tables import SharedTable
 from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields, key_name, with_keys
 from anabranch.operators.vectorised.task import KEY, VARIABLE, Process, VectorisedTask
@@ -35,6 +38,8 @@ class VectorisedStage:
     process: Process
     output: StructType
     pandas: bool
+    #: The broadcast tables that the function takes.
+    tables: tuple[str, ...] = ()
 
     @property
     def clock(self) -> Clock:
@@ -47,29 +52,35 @@ class VectorisedStage:
     def numbered(self, number: StageNumber, name: str) -> Self:
         return replace(self, spec=replace(self.spec, number=number, name=name))
 
-    def project(self, rows: DataFrame, side: int = 0) -> DataFrame:
-        del side
+    def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
+        del side, carry
         return with_keys(rows, self.key_columns, self.key_fields)
+
+    def late_kinds(self, arriving: StructType, *, complete: bool) -> tuple[LateKind, ...]:
+        del arriving, complete
+        return ()  # the function gets all rows
 
     def variant(self, context: EpochContext) -> str:
         del context
         return "vectorised"
 
     def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
-        del context
-        return run_in_tasks(place(rows, self._key_names, access), access, self._task, self.output)
+        tables: dict[str, SharedTable] = {}
+        if context.tables is not None:
+            tables = {name: context.tables.shared(rows.sparkSession, name) for name in self.tables}
+        return run_in_tasks(place(rows, self._key_names, access), access, self._task(tables), self.output)
 
     def apply_to_batch(self, rows: DataFrame, batch: Batch) -> DataFrame:
         """The result on all rows at once, without any state before."""
-        return batch.run(rows, self._key_names, self._task, self.output)
+        return batch.run(rows, self._key_names, self._task({}), self.output)
 
     @property
     def _key_names(self) -> list[str]:
         return [key_name(i) for i in range(len(self.key_fields))]
 
-    @property
-    def _task(self) -> VectorisedTask:
-        return VectorisedTask(self.spec, self.process, to_arrow_schema(self.output, timezone="UTC"), self.pandas)
+    def _task(self, tables: Mapping[str, SharedTable]) -> VectorisedTask:
+        output = to_arrow_schema(self.output, timezone="UTC")
+        return VectorisedTask(self.spec, self.process, output, self.pandas, tables)
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
         """The state with its key; the hash is ours alone."""
@@ -86,6 +97,7 @@ def build_vectorised(
     state: StructType | str,
     *,
     pandas: bool,
+    tables: Sequence[str] = (),
 ) -> tuple[VectorisedStage, DataFrame]:
     """The stage, and an empty DataFrame with the schema of its result."""
     method = "processInPandas" if pandas else "processInArrow"
@@ -114,5 +126,26 @@ def build_vectorised(
         key=arrow_schema(key_fields),
         variables=(VariableSpec(VARIABLE, VariableKind.VALUE, arrow_schema(fields)),),
     )
-    stage = VectorisedStage(spec, name.parallelism, tuple(keys), tuple(key_fields), process, sample.schema, pandas)
+    stage = VectorisedStage(
+        spec,
+        name.parallelism,
+        tuple(keys),
+        tuple(key_fields),
+        process,
+        sample.schema,
+        pandas,
+        tables=_taken(process, tables),
+    )
     return stage, sample
+
+
+def _taken(process: Process, tables: Sequence[str]) -> tuple[str, ...]:
+    """Those of the broadcast tables that the function has a parameter for."""
+    try:
+        parameters = inspect.signature(process).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return tuple(tables)
+    names = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
+    return tuple(name for name in tables if name in names)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from anabranch.core.errors import EpochError
 from anabranch.core.schemas import INDEX, Op, StageSpec
+from anabranch.engine.tables import SharedTable
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.operators.process.grouping import Groups, group_rows
 from anabranch.operators.state import StageState
@@ -32,7 +33,7 @@ _NULLABLE = {
     pa.bool_(): pd.BooleanDtype(),
 }
 
-Process = Callable[[Any, Any, Any], tuple[Any, Any]]
+Process = Callable[..., tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class VectorisedTask:
     process: Process
     output: pa.Schema
     pandas: bool
+    #: Broadcast tables by name, as of the epoch.
+    tables: Mapping[str, SharedTable] = field(default_factory=dict)
 
     def __call__(
         self, batches: Sequence[pa.RecordBatch], state: StageState, epoch: TaskEpoch
@@ -75,7 +78,10 @@ class VectorisedTask:
                 given = keys.to_pandas(), rows.to_pandas(), before.to_pandas(types_mapper=_NULLABLE.get)
             else:
                 given = keys, rows, before
-            result = self.process(*given)
+            tables = {name: shared.table() for name, shared in self.tables.items()}
+            if self.pandas:
+                tables = {name: table.to_pandas(types_mapper=_NULLABLE.get) for name, table in tables.items()}
+            result = self.process(*given, **tables)
         except Exception as error:
             raise EpochError(
                 f"Stage {self.spec.name}: {_name_of(self.process)} failed: {type(error).__name__}: {error}\n"
