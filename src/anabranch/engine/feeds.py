@@ -17,6 +17,7 @@ _ROW = "_row"
 
 #: A segment, and which of its inputs; for a stage, which unites its inputs itself, always the first.
 Place = tuple[int, int]
+_FIRST: Place = (0, 0)
 
 
 class Feeds:
@@ -35,7 +36,7 @@ class Feeds:
     @property
     def stages(self) -> list[int]:
         """The numbers of the stages that get some of what Spark reads."""
-        fed = [self._segments[position].stage for position, _ in self._parts]
+        fed = [self._segments[position].stage for position, _ in self._parts or [_FIRST]]
         return [stage.spec.number for stage in fed if stage is not None]
 
     def read(self) -> DataFrame:
@@ -56,7 +57,7 @@ class Feeds:
     def split(self, rows: DataFrame) -> Mapping[Place, DataFrame]:
         """The rows of an epoch by the place that they go to."""
         if self.one:
-            return {next(iter(self._parts), (0, 0)): rows}
+            return {next(iter(self._parts), _FIRST): rows}
         return {
             place: rows.where(F.col(_PART) == number).select(f"{_PART}{number}.*").toDF(*part.columns)
             for number, (place, part) in enumerate(self._parts.items())
