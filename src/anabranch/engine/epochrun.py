@@ -109,15 +109,20 @@ class EpochRun:
     ) -> DataFrame:
         """The output of a stateful stage. What Spark has read for it has been projected already."""
         sides = segment.inputs or segment.feeders(position)
-        parts = [stage.project(outputs[each], side) for side, each in enumerate(sides) if isinstance(each, int)]
+        meets = len(sides) > 1
+        parts = [
+            stage.project(_as_read(outputs[each]) if meets else outputs[each], side)
+            for side, each in enumerate(sides)
+            if isinstance(each, int)
+        ]
         projected = reduce(DataFrame.union, parts if fed is None else [fed, *parts])
-        if len(sides) > 1:
+        if meets and parts:
             projected = _as_read(projected)
         self._inputs[position] = projected
         rows = stage.apply(projected, self._accesses[stage.spec.number], self._context)
         # Where several come together, Spark's tasks are no longer the partitions of one stage.
-        meets = any(len(s.inputs) > 1 and position in s.feeders(i) for i, s in enumerate(self._segments))
-        return self._materialise(rows) if meets or not segment.one_to_one else rows
+        is_met = any(len(s.inputs) > 1 and position in s.feeders(i) for i, s in enumerate(self._segments))
+        return self._materialise(rows) if is_met or not segment.one_to_one else rows
 
     def _materialise(self, rows: DataFrame) -> DataFrame:
         """Compute all partitions once, in tasks of their own; whoever reads them later does not run state logic."""
@@ -140,7 +145,8 @@ def run_all_partitions(rows: DataFrame) -> None:
 def _as_read(rows: DataFrame) -> DataFrame:
     """The same rows without the plan that they come from, as if they had been read.
 
-    Columns of a side keep Spark's ids in the result of a join. In one plan with the side, Spark would give them others.
+    A join gives the columns of its sides ids, and its result has the same ones. Where they are in one plan already, Spark
+    would replace them by others.
     """
     jdf: Any = rows._jdf
     session: Any = rows.sparkSession._jsparkSession
