@@ -145,8 +145,8 @@ def run_all_partitions(rows: DataFrame) -> None:
 def _as_read(rows: DataFrame) -> DataFrame:
     """The same rows without the plan that they come from, as if they had been read.
 
-    A join gives the columns of its sides ids, and its result has the same ones. Where they are in one plan already, Spark
-    would replace them by others.
+    A join gives the columns of its sides ids, and its result has the same ones. Where they are in one plan already,
+    Spark would replace them by others.
     """
     jdf: Any = rows._jdf
     session: Any = rows.sparkSession._jsparkSession
