@@ -136,12 +136,15 @@ class EpochRun:
         """The output of a stateful stage. What Spark has read for it has been projected already."""
         number: int = stage.spec.number
         sides = segment.inputs or segment.feeders(position)
+        meets = len(sides) > 1
         carry = self._late is not None and number in self._late.kinds
         parts = [
-            stage.project(outputs[each], side, carry=carry) for side, each in enumerate(sides) if isinstance(each, int)
+            stage.project(_as_read(outputs[each]) if meets else outputs[each], side, carry=carry)
+            for side, each in enumerate(sides)
+            if isinstance(each, int)
         ]
         projected = reduce(DataFrame.union, parts if fed is None else [fed, *parts])
-        if parts and len(sides) > 1:
+        if meets and parts:
             projected = _as_read(projected)
         if self._is_watched(number):
             # What Spark has read is held already; what comes from other stages must not be computed twice.
@@ -151,8 +154,8 @@ class EpochRun:
         self._inputs[position] = projected
         rows = stage.apply(projected, self._accesses[number], self._context)
         # Where several come together, Spark's tasks are no longer the partitions of one stage.
-        meets = any(len(s.inputs) > 1 and position in s.feeders(i) for i, s in enumerate(self._segments))
-        return self._materialise(rows) if meets or not segment.one_to_one else rows
+        is_met = any(len(s.inputs) > 1 and position in s.feeders(i) for i, s in enumerate(self._segments))
+        return self._materialise(rows) if is_met or not segment.one_to_one else rows
 
     def _is_watched(self, stage: int) -> bool:
         """Whether late rows of the stage are looked for in this epoch."""
@@ -179,7 +182,8 @@ def run_all_partitions(rows: DataFrame) -> int:
 def _as_read(rows: DataFrame) -> DataFrame:
     """The same rows without the plan that they come from, as if they had been read.
 
-    Columns of a side keep Spark's ids in the result of a join. In one plan with the side, Spark would give them others.
+    A join gives the columns of its sides ids, and its result has the same ones. Where they are in one plan already,
+    Spark would replace them by others.
     """
     jdf: Any = rows._jdf
     session: Any = rows.sparkSession._jsparkSession
