@@ -120,13 +120,16 @@ def _vectorised(numbers: Numbers, size: Size) -> Flow:
 
 def _processed(text: str, flow: Any, rows: type, pandas: type, state_rows: Callable[[Size], int]) -> list[Workload]:
     """A StatefulProcessor on rows and on pandas."""
-    kinds = [("rows", "transformWithState", rows), ("pandas", "transformWithStateInPandas", pandas)]
+    kinds = [
+        ("rows", "transformWithState", rows, Budget(bound=20, aim=50)),
+        ("pandas", "transformWithStateInPandas", pandas, Budget(bound=10, aim=30)),
+    ]
     return [
         Workload(
             "timers", f"{text}, {kind}", partial(flow, method, processor), state_rows, Size(20_000, 1),
-            quick=Size(200, 2), mode="update", is_slow=True,
+            quick=Size(200, 2), mode="update", is_slow=True, budget=budget,
         )
-        for kind, method, processor in kinds
+        for kind, method, processor, budget in kinds
     ]  # fmt: skip
 
 

@@ -182,12 +182,21 @@ class DueIndex:
         return self._distinct(parts)
 
     def _distinct(self, parts: Sequence[Keys]) -> Keys:
+        keys = Keys.concat(parts) if parts else self._codec.no_keys()
+        order = np.argsort(keys.hashes)
+        hashes = keys.hashes[order]
+        is_twin = np.zeros(len(hashes), dtype=np.bool_)
+        is_twin[1:] = hashes[1:] == hashes[:-1]
+        if not is_twin.any():
+            return keys
+        # Of most hashes there is one key. Where there are several entries, they may be of different keys.
+        is_twin[:-1] |= is_twin[1:]
+        twins = keys.take(order[is_twin])
         table = RowTable(self._shape.key_width, 0)
-        for keys in parts:
-            table.reserve(len(keys))
-            table.put(keys.hashes, keys.keys)
+        table.reserve(len(twins))
+        table.put(twins.hashes, twins.keys)
         rows = table.rows()
-        return Keys(table.hashes(rows), table.keys(rows))
+        return Keys.concat([keys.take(order[~is_twin]), Keys(table.hashes(rows), table.keys(rows))])
 
     # ---------------------------------------------------------------------------------------------- letting go
 

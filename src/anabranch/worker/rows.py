@@ -54,6 +54,12 @@ class Keys:
     def take(self, chosen: Selection) -> Keys:
         return Keys(self.hashes[chosen], take(self.keys, chosen))
 
+    @staticmethod
+    def concat(parts: Sequence[Keys]) -> Keys:
+        if len(parts) == 1:
+            return parts[0]
+        return Keys(np.concatenate([part.hashes for part in parts]), np.concatenate([part.keys for part in parts]))
+
 
 @dataclass(frozen=True)
 class Entries:
@@ -148,6 +154,9 @@ class VariableCodec:
 
     def encode_keys(self, data: pa.Table | pa.RecordBatch) -> Keys:
         return Keys(_numbers(data, HASH, np.int64), self.key.encode(data))
+
+    def no_keys(self) -> Keys:
+        return Keys(np.empty(0, dtype=np.int64), self.key.empty())
 
     def encode_changes(self, data: pa.Table | pa.RecordBatch) -> Changes:
         return Changes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from itertools import chain
 
 import numpy as np
@@ -112,25 +112,30 @@ class MemoryStore:
         with self._in_place.writing():
             rows = self._table.find(changes.hashes, changes.keys)
             rows[puts] = self._table.put(changes.hashes[puts], changes.keys[puts])
-            dicts = self._dicts(np.unique(rows[rows >= 0]))
-            before = sum(map(len, dicts.values()))
-            # One dict per key: nothing vectorised finds a sub-key in it.
-            for row, put, subkey, value in zip(rows.tolist(), puts.tolist(), subkeys, values, strict=True):
-                if put:
-                    dicts[row][subkey] = value
-                elif row >= 0:
-                    dicts[row].pop(subkey, None)
-            self._entries += sum(map(len, dicts.values())) - before
-            emptied = np.array([row for row, entries in dicts.items() if not entries], dtype=np.int32)
+            changed = np.unique(rows[rows >= 0])
+            if not len(changed):
+                return
+            dicts = self._dicts(changed)
+            before = sum(map(len, dicts))
+            # One dict per key: nothing vectorised finds a sub-key in it. An entry has one change, so any order will do.
+            of_changes = dicts[np.searchsorted(changed, rows)]
+            for entries, subkey, value in zip(of_changes[puts], subkeys[puts], values[puts], strict=True):
+                entries[subkey] = value
+            gone = np.flatnonzero(~puts & (rows >= 0))
+            for entries, subkey in zip(of_changes[gone], subkeys[gone], strict=True):
+                entries.pop(subkey, None)
+            counts = np.fromiter(map(len, dicts), dtype=np.intp, count=len(dicts))
+            self._entries += int(counts.sum()) - before
+            emptied = changed[counts == 0]
             self._table.remove(self._table.hashes(emptied), self._table.keys(emptied))
 
-    def _dicts(self, rows: npt.NDArray[np.int32]) -> Mapping[int, _Dict]:
+    def _dicts(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.object_]:
         """The dicts of these rows; new ones for rows that have none yet."""
         dicts = self._table.values(rows)
         for i in np.flatnonzero(dicts == None):  # noqa: E711  (element by element)
             dicts[i] = {}
         self._table.set_objects(rows, dicts)
-        return dict(zip(rows.tolist(), dicts, strict=True))
+        return dicts
 
     def _remove_keys(self, keys: Keys) -> None:
         if not len(keys):
