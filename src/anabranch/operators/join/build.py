@@ -11,7 +11,6 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import DataType, StructField, StructType
 
-from anabranch.core.errors import UnsupportedError
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.operators.join.catalyst import (
     JoinPlan,
@@ -144,7 +143,7 @@ def _side(plan: JoinPlan, draft: _SideDraft, slots: _Slots) -> Side:
     if draft.hopes:
         kinds.append(_kind(draft.hopes[0]))
     assigned = slots.assign(kinds)
-    marked = _marked(plan.attributes[draft.side])
+    marked = next((attribute for attribute in plan.attributes[draft.side] if has_watermark(attribute)), None)
     return Side(
         columns=tuple(draft.places[_id(attribute)] for attribute in plan.attributes[draft.side]),
         slots=tuple(assigned[: len(draft.values)]),
@@ -153,19 +152,6 @@ def _side(plan: JoinPlan, draft: _SideDraft, slots: _Slots) -> Side:
         event_time=None if marked is None else draft.time_of(draft.places[_id(marked)], type_of(marked)),
         eviction=_eviction(plan, draft, marked),
     )
-
-
-def _marked(attributes: Sequence[Any]) -> Any:
-    """The column under a watermark, or None."""
-    marked = [attribute for attribute in attributes if has_watermark(attribute)]
-    if len(marked) > 1:
-        names = ", ".join(repr(str(attribute.name())) for attribute in marked)
-        raise UnsupportedError(
-            f"The columns {names} of one side of the join all have a watermark, so it is not clear which rows are "
-            "late: Spark does not allow it either. Select one of them before the join, or cast the others to timestamp "
-            "again, for example F.col('x').cast('string').cast('timestamp')."
-        )
-    return marked[0] if marked else None
 
 
 def _eviction(plan: JoinPlan, draft: _SideDraft, marked: Any) -> Eviction | None:

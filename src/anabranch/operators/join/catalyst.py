@@ -66,6 +66,8 @@ def analyse(joined: DataFrame) -> JoinPlan:
     if how not in {kind.value for kind in JoinType}:
         raise UnsupportedError(f"A {how} join of two streams is not supported. Use inner, outer or left semi.")
     outputs = node.left().output(), node.right().output()
+    for output in outputs:
+        _check_one_event_time(items(output))
     helper = jvm.org.apache.spark.sql.execution.streaming.operators.stateful.join.StreamingSymmetricHashJoinHelper
     some = jvm.scala.Option.apply(_SOME_WATERMARK_MS)
     try:
@@ -170,6 +172,16 @@ def _join_node(plan: Any) -> tuple[Any, list[list[Any]]]:
         projections.insert(0, items(plan.projectList()))
         plan = plan.child()
     return plan, projections
+
+
+def _check_one_event_time(attributes: Sequence[Any]) -> None:
+    marked = {str(each.exprId().toString()): repr(str(each.name())) for each in attributes if has_watermark(each)}
+    if len(marked) > 1:
+        raise UnsupportedError(
+            f"The columns {', '.join(marked.values())} of one side of the join all have a watermark, so it is not "
+            "clear which rows are late: Spark does not allow it either. Select one of them before the join, or cast the "
+            "others to timestamp again, for example F.col('x').cast('string').cast('timestamp')."
+        )
 
 
 def _conjuncts(expression: Any) -> Iterator[Any]:
