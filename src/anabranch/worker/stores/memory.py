@@ -163,14 +163,15 @@ class MemoryStore:
 
     def _flat(self, index: npt.NDArray[np.intp], dicts: npt.NDArray[np.object_]) -> Entries:
         """The entries of several keys, one after the other."""
-        counts = np.fromiter(map(len, dicts), dtype=np.intp, count=len(dicts))
-        subkeys = list(chain.from_iterable(dicts))
-        values = list(chain.from_iterable(map(dict.values, dicts)))
-        return Entries(
-            np.repeat(index, counts),
-            from_objects(subkeys, self._shape.subkey_width),
-            from_objects(values, self._shape.value_width),
-        )
+        of_keys: list[_Dict] = dicts.tolist()
+        counts = np.fromiter(map(len, of_keys), dtype=np.intp, count=len(of_keys))
+        subkeys = list(chain.from_iterable(of_keys))
+        if self._shape.value_width == 0:  # as timers are: all has been said
+            encoded = np.empty((len(subkeys), 0), dtype=np.uint8)
+        else:
+            values = list(chain.from_iterable(map(dict.values, of_keys)))
+            encoded = from_objects(values, self._shape.value_width)
+        return Entries(np.repeat(index, counts), from_objects(subkeys, self._shape.subkey_width), encoded)
 
 
 def _batches(keys: Keys, values: npt.NDArray[np.generic]) -> Iterator[Rows]:
