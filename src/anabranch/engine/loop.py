@@ -36,6 +36,8 @@ _REMEMBERED_EPOCHS = 1000
 #: In the report of an error, wherever it was raised.
 _LOST = "LostWorkerError"
 _TURN_INTERVAL_MS = 20
+_EXCLUDED_RULES = "spark.sql.optimizer.excludedRules"
+_OMITS_EMPTY = "org.apache.spark.sql.catalyst.optimizer.PropagateEmptyRelation"
 #: Of an epoch, and of the one before it.
 _Watermarks = tuple[int | None, int | None]
 
@@ -297,6 +299,8 @@ class EpochLoop:
         conf = rows.sparkSession.conf
         # Partitions of a stateful stage are those that the route asked for: Spark must not merge or drop any.
         conf.set("spark.sql.adaptive.enabled", "false")
+        # Nor must it leave out the tasks of a stage because it sees, by a join with an empty table, that no rows come.
+        conf.set(_EXCLUDED_RULES, ",".join(filter(None, [conf.get(_EXCLUDED_RULES, None), _OMITS_EMPTY])))
         conf.set("spark.sql.shuffle.partitions", str(self._shuffle_partitions))
         match self._segments:
             case [Segment(stage=stage, after=())] if stage is not None:

@@ -20,9 +20,10 @@ class Rows:
     def __init__(self, journal: list[str], name: str = "rows") -> None:
         self.journal = journal
         self.name = name
+        conf = SimpleNamespace(set=lambda *_: None, get=lambda *_: None)
         context = SimpleNamespace(setLocalProperty=self._announce)
         self.schema = StructType([StructField("text", StringType())])
-        self.sparkSession = SimpleNamespace(conf=SimpleNamespace(set=lambda *_: None), sparkContext=context, _jvm=None)
+        self.sparkSession = SimpleNamespace(conf=conf, sparkContext=context, _jvm=None)
         # A plan that is no chain of operations on the rows, so that no template is made of it.
         plan = SimpleNamespace(equals=lambda _: False, children=lambda: SimpleNamespace(size=lambda: 2))
         self._jdf = SimpleNamespace(queryExecution=lambda: SimpleNamespace(toRdd=lambda: self, analyzed=lambda: plan))
