@@ -56,3 +56,15 @@ def test_a_query_that_has_ended_wishes_for_nothing(ticks: Ticks) -> None:
     ticks.wish()
     assert offset(reader, 3) == 3
     assert not ticks._folder.exists()
+
+
+def test_where_spark_s_setting_forbids_it_no_epoch_follows_but_a_wish_still_counts() -> None:
+    ticks = Ticks(after_rows=False)
+    try:
+        reader = TickReader(str(ticks._file))
+        ticks.note_epoch(had_rows=True)
+        assert offset(reader, 3) == 3
+        ticks.wish()
+        assert offset(reader, 3) == 4
+    finally:
+        ticks.close()
