@@ -213,8 +213,7 @@ def test_results_have_the_columns_that_spark_gives_them(feeds: Feeds) -> None:
         (lambda left, right: left.crossJoin(right), "join with a key"),
         (lambda left, right: left.join(right, (left.k == right.k) & (F.concat(left.k, right.k) > "x")), "concat"),
         (lambda left, right: left.join(right, (left.k == right.k) & (left.a / right.b > 2)), "combines columns"),
-        (lambda left, right: left.groupBy("k").count().join(right, "k"), "before the first stateful operation"),
-        (lambda left, right: left.join(right, "k").join(right, "k"), "before the first stateful operation"),
+        (lambda left, right: left.join(right, "k").join(right, "k"), "'t', 't' of one side of the join all have"),
         (lambda left, right: left.join(right.sparkSession.range(3), F.lit(True), "right"), "static DataFrame"),
     ],
 )  # fmt: skip

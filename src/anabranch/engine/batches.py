@@ -76,6 +76,6 @@ def _partitions_of_few(rows: DataFrame) -> int | None:
     """For few rows, one partition for each core: Spark would take fewer. None for many, of which Spark takes as many in
     a partition as fit into memory."""
     plan: Any = rows._jdf.queryExecution().optimizedPlan()
-    size_bytes = int(plan.stats().sizeInBytes().toString())
+    size_bytes = int(str(plan.stats().sizeInBytes()))
     cores = rows.sparkSession.sparkContext.defaultParallelism
     return cores if size_bytes <= cores * _FEW_BYTES else None

@@ -179,8 +179,8 @@ def _check_one_event_time(attributes: Sequence[Any]) -> None:
     if len(marked) > 1:
         raise UnsupportedError(
             f"The columns {', '.join(marked.values())} of one side of the join all have a watermark, so it is not "
-            "clear which rows are late: Spark does not allow it either. Select one of them before the join, or cast the "
-            "others to timestamp again, for example F.col('x').cast('string').cast('timestamp')."
+            "clear which rows are late: Spark does not allow it either. Select one of them before the join, or cast "
+            "the others to timestamp again, for example F.col('x').cast('string').cast('timestamp')."
         )
 
 
