@@ -134,8 +134,6 @@ def test_a_key_of_a_type_that_cannot_be_one(rows: Any, key: Callable[[], Any], m
         (lambda rows: rows.collect(), "collect is not available.*memory sink"),
         (lambda rows: rows.orderBy("k"), "only after an aggregation"),
         (lambda rows: counted(rows).withWatermark("k", "1 s"), "withWatermark comes before"),
-        (lambda rows: counted(rows).union(counted(rows)), "union of two streams"),
-        (lambda rows: counted(rows).join(rows, "k"), "join of two streams"),
         (lambda rows: rows.stage(" "), "name that is not empty"),
         (lambda rows: counted(rows.stage("a")).stage("a"), "a stage 'a' already"),
         (lambda rows: rows.stage("a", parallelism=0), "parallelism of stage 'a' must be between 1"),
@@ -147,9 +145,9 @@ def test_an_operation_that_is_not_supported(rows: Any, build: Callable[[Any], An
         build(rows)
 
 
-def test_only_streaming_dataframes_can_be_streams(spark: SparkSession) -> None:
-    with pytest.raises(UnsupportedError, match=r"not: make it with spark\.readStream"):
-        anabranch.stream(spark.range(3))
+def test_only_dataframes_can_be_streams_and_only_streaming_ones_can_be_written(spark: SparkSession) -> None:
+    with pytest.raises(UnsupportedError, match=r"This is a batch, and writeStream is for streams.*toDF\(\)\.write"):
+        _ = anabranch.stream(spark.range(3)).writeStream
     with pytest.raises(UnsupportedError, match="not a str"):
         anabranch.stream("rows")  # type: ignore[arg-type]
 
