@@ -166,6 +166,6 @@ def test_the_plan_shows_where_streams_meet(feeds: list[DataFrame], capsys: pytes
     joined = windowed(one, "a", "x").join(windowed(two, "b", "y"), ["window", "k"])
     with pytest.raises(UnsupportedError, match=r"outputMode\('append'\)"):
         joined.writeStream.outputMode("update").format("noop").start()
+    united = windowed(one, "a", "x").select("k").union(two.select("k"))
     with pytest.raises(UnsupportedError, match="complete is not supported where"):
-        united = windowed(one, "a", "x").select("k").union(two.select("k"))
         united.writeStream.outputMode("complete").format("noop").start()
