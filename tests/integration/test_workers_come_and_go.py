@@ -18,7 +18,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from anabranch import cli
-from anabranch.control import cluster
+from anabranch.control import cluster, launcher
 from anabranch.core.errors import SettingsError, UnsupportedError
 from anabranch.core.ids import WorkerId
 from livequery import WAIT_S, LiveQuery, is_gone, wait_until, worker_process
@@ -100,7 +100,8 @@ def test_a_rescale_whose_workers_cannot_be_started_has_failed(
     with live.running(workers=1, heartbeat=heartbeat) as query:
         live.run(2)
         with monkeypatch.context() as patch:
-            patch.setattr("sys.executable", "/bin/false")
+            launcher._NURSERY.close()
+            patch.setattr(launcher._NURSERY, "_command", ["/bin/false"])
             rescale = query.rescale(workers=2)
             assert not rescale.wait(10)
             assert "A state worker failed to start" in rescale.progress()["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,8 +20,10 @@ from anabranch.engine.loop import EpochLoop
 
 logger = logging.getLogger(__name__)
 
-#: Those that last.
+#: Those that last, and the newest of those that have ended: Spark reports to listeners some time later.
 _runs: dict[str, Running] = {}
+_ended: deque[str] = deque()
+_ENDED_MAX = 4
 
 
 class Running:
@@ -65,7 +68,9 @@ class Running:
             self._look_at_state()
             self.is_released = True
             self._release()
-            _runs.pop(str(self.query.runId), None)
+            _ended.append(str(self.query.runId))
+            while len(_ended) > _ENDED_MAX:
+                _runs.pop(_ended.popleft(), None)
 
     def change_while_idle(self) -> None:
         """A stream without new rows has no epochs, and workers come and go all the same."""
@@ -116,5 +121,5 @@ class Running:
 
 
 def run_of(run_id: str) -> Running | None:
-    """The run of a query of ours that has this id, while it lasts."""
+    """The run of a query of ours that has this id, while it lasts and for a while after that."""
     return _runs.get(run_id)

@@ -58,7 +58,9 @@ class Nursery:
             ours.callback(os.close, stdout)
             log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
             try:
-                answer = self._ask({"start": options}, [stdin, stdout, log.fileno()], timeout_s)
+                # The environment may have changed since the nursery began: credentials of a storage, for example.
+                request = {"start": options, "environment": dict(os.environ)}
+                answer = self._ask(request, [stdin, stdout, log.fileno()], timeout_s)
                 if "error" in answer:
                     raise WorkerError(f"A state worker could not be started: {answer['error']}.")
             except BaseException:
@@ -118,7 +120,7 @@ class Nursery:
         self._control, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
         with theirs:
-            # One thread each: what starts threads while it is loaded cannot be forked.
+            # What starts threads while it is loaded cannot be forked.
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             command = [*self._command, str(theirs.fileno())]
             self._process = subprocess.Popen(

@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import StructType
 
-from anabranch.core.errors import EpochError
+from anabranch.core.errors import EpochError, SettingsError
 from anabranch.engine.epochrun import run_all_partitions
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,14 @@ class FileSink:
         """Make the directory and Spark's log in it: readers find nothing, as long as there is nothing, but no error."""
         jvm: Any = spark._jvm
         log = jvm.org.apache.hadoop.fs.Path(self.path, "_spark_metadata")
-        log.getFileSystem(spark._jsc.hadoopConfiguration()).mkdirs(log)
+        try:
+            log.getFileSystem(spark._jsc.hadoopConfiguration()).mkdirs(log)
+        except Py4JJavaError as error:
+            reason = str(error.java_exception).splitlines()[0]
+            raise SettingsError(
+                f"The sink's directory {self.path} cannot be made: {reason}. Remove what is in its way, or give "
+                "another path."
+            ) from None
 
     def _open(self, spark: SparkSession) -> Any:
         jvm: Any = spark._jvm

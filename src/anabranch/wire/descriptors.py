@@ -14,7 +14,9 @@ _FILES_MAX = 3
 
 def send(connection: socket.socket, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
     """Send one message. The other end gets copies of the open files: close them here if they are not needed."""
-    socket.send_fds(connection, [json.dumps(message).encode() + b"\n"], list(files))
+    content = json.dumps(message).encode() + b"\n"
+    sent = socket.send_fds(connection, [content], list(files))
+    connection.sendall(content[sent:])
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:

@@ -25,7 +25,8 @@ from anabranch.worker.stores import rocksdb  # noqa: F401  loaded for those who 
 def serve(control: socket.socket, body: Callable[[dict[str, Any]], None]) -> None:
     """Start a process for every request, until the driver closes its end or is gone.
 
-    ``{"start": options}``, with files to use as standard input, output and error: fork a process that runs the body.
+    ``{"start": options, "environment": variables}``, with files to use as standard input, output and error: fork a
+    process that runs the body.
     ``{"bury": pid}``: wait for the end of one. Until then no other process can get its number.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the driver, which knows what is to be done
@@ -44,6 +45,7 @@ def serve(control: socket.socket, body: Callable[[dict[str, Any]], None]) -> Non
         else:
             if pid == 0:
                 control.close()
+                os.environ |= request["environment"]
                 _be_a_process(files, body, request["start"])
             send(control, {"pid": pid})
         for file in files:

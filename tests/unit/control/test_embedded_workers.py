@@ -172,3 +172,15 @@ def test_a_nursery_has_one_thread_so_that_it_can_be_forked() -> None:
     assert len([name for name in (thread.read_text() for thread in threads) if "jemalloc" not in name]) == 1
     child.bury()
     nursery.close()
+
+
+def test_a_worker_has_the_environment_of_the_driver_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    nursery = scripted("import json, os; print(json.dumps({'value': os.environ.get('SECRET_OF_A_STORE')}), flush=True)")
+    first = nursery.start({}, 60)
+    assert first.first_line(60) == {"value": None}
+    monkeypatch.setenv("SECRET_OF_A_STORE", "x" * 300_000)
+    second = nursery.start({}, 60)
+    assert second.first_line(60) == {"value": "x" * 300_000}
+    for child in (first, second):
+        child.bury()
+    nursery.close()
