@@ -116,7 +116,7 @@ SCENARIOS = {
 
 
 #: The rest is for those who have more time, and for the soak.
-SHORT = ["a driver that stood still is replaced and comes back", "workers come, go and die while the query is rescaled"]
+SHORT = ["workers come, go and die while the query is rescaled"]
 
 
 @pytest.mark.parametrize(

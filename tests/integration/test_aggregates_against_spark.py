@@ -129,7 +129,7 @@ def all_aggregates() -> list[Column]:
     return [*found, F.sum(F.col("ints") * 2 + F.col("bytes")), F.max(F.when(F.col("flags"), F.upper("texts")))]
 
 
-@pytest.mark.parametrize("mode", ["update", "complete"])
+@pytest.mark.parametrize("mode", ["update", pytest.param("complete", marks=pytest.mark.slow)])
 def test_every_aggregate_of_every_type(spark: SparkSession, oracle: Oracle, mode: str) -> None:
     columns = [([], st.integers(0, 5)), *(([], values) for _, values in VALUES.values())]
 

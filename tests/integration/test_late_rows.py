@@ -104,9 +104,7 @@ def processed(rows: Any) -> Any:
     return echoed.select(F.array("id").alias("ids"))
 
 
-@pytest.mark.parametrize(
-    ("query", "mode"), [(tumbling, "update"), (tumbling, "append"), (sessions, "append"), (distinct, "append")]
-)
+@pytest.mark.parametrize(("query", "mode"), [(tumbling, "update"), (sessions, "append"), (distinct, "append")])
 def test_late_rows_are_those_that_spark_drops(feed: EpochFeed, oracle: Oracle, query: Query, mode: str) -> None:
     late, accepted = ours(feed, oracle, query, mode)
     assert dropped_by_spark(feed, oracle, query, mode) == len(late.rows) > 5
