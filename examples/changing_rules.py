@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
+from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 
 import anabranch
 
@@ -26,7 +26,7 @@ import anabranch
 class Limits(StatefulProcessor):
     """Gives out orders that take a customer beyond the limit of the day."""
 
-    def init(self, handle: StatefulProcessorHandle) -> None:
+    def init(self, handle: Any) -> None:
         self.spent = handle.getValueState("spent", "euros double")
         self.limits = handle.getBroadcast("limits")  # rows by customer, as of this micro-batch
 
