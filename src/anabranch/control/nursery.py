@@ -19,6 +19,8 @@ from anabranch.core.errors import WorkerError
 from anabranch.wire.descriptors import receive, send
 
 _SHOWN_LOG_BYTES = 2000
+#: A nursery that has not done so much in that time is given up; another one takes its place when it is needed.
+_BURY_TIMEOUT_S = 5.0
 _COMMAND = (sys.executable, "-m", "anabranch.worker.nursery")
 
 
@@ -72,9 +74,15 @@ class Nursery:
 
     def bury(self, pid: int) -> None:
         """Forget a process that has ended. If the nursery has ended before it, the system has done so."""
-        with self._lock, contextlib.suppress(OSError, WorkerError):
-            if self._process is not None and self._process.poll() is None:
+        with self._lock:
+            if self._control is None or self._process is None or self._process.poll() is not None:
+                return
+            self._control.settimeout(_BURY_TIMEOUT_S)
+            try:
                 self._exchange({"bury": pid}, [])
+            except (OSError, WorkerError):
+                # It stands still, or is gone. What it still says must not be taken for the answer to something else.
+                self._end()
 
     def close(self) -> None:
         """End. Processes that it has started go on."""

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from anabranch.control import launcher
+from anabranch.control import nursery as nursery_module
 from anabranch.control.launcher import EmbeddedWorkers
 from anabranch.control.nursery import Nursery
 from anabranch.core.errors import WorkerError
@@ -183,4 +184,22 @@ def test_a_worker_has_the_environment_of_the_driver_as_it_is_now(monkeypatch: py
     assert second.first_line(60) == {"value": "x" * 300_000}
     for child in (first, second):
         child.bury()
+    nursery.close()
+
+
+def test_a_nursery_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nursery_module, "_BURY_TIMEOUT_S", 0.2)
+    nursery = Nursery()
+    workers = make(nursery=nursery)
+    try:
+        (first,) = workers.start(1)
+        assert nursery._process is not None
+        os.kill(nursery._process.pid, signal.SIGSTOP)
+        os.kill(first.pid, signal.SIGKILL)
+        assert workers._processes[first.worker].wait(10)
+        assert workers.exited() == {first.worker}
+        (second,) = workers.start(1)
+        assert psutil.pid_exists(second.pid)
+    finally:
+        workers.stop()
     nursery.close()
