@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas  # noqa: F401  Arrow loads it for the first array that it makes: let no epoch wait for that
+
 from anabranch.core.errors import SettingsError, WorkerError
 from anabranch.core.ids import WorkerId
 from anabranch.worker.join import join
