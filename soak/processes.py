@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from anabranch.engine import pythondaemon
 from soak import crashpoints
 from soak.places import Places
 
@@ -84,7 +85,7 @@ class Driver:
 
     def task_processes(self) -> list[psutil.Process]:
         """Spark's Python processes that run tasks: the daemon's children."""
-        daemons = {process.pid for process in self.family() if _runs(process, "pyspark.daemon")}
+        daemons = {process.pid for process in self.family() if _runs(process, pythondaemon.MODULE)}
         return [process for process in self.family() if _parent(process) in daemons]
 
     def source_processes(self) -> list[psutil.Process]:

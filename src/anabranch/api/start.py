@@ -31,6 +31,7 @@ from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.settings import Settings
 from anabranch.engine.late import LateRows
 from anabranch.engine.loop import EpochLoop
+from anabranch.engine.pythondaemon import use_own_daemon
 from anabranch.engine.sinks import FileSink, Sink
 from anabranch.engine.stages import Clock, table_stage
 from anabranch.engine.streamfacts import SparkStream
@@ -60,6 +61,7 @@ def start_query(
     if not settings.worker_addresses:
         prepare()
     spark = sample.sparkSession
+    use_own_daemon(spark)
     temporary = checkpoint if isinstance(checkpoint, TemporaryFolder) else None
     place = checkpoint.path if isinstance(checkpoint, TemporaryFolder) else checkpoint
     location = qualified(spark, place, what="The checkpoint", error=CheckpointError)

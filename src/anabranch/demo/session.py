@@ -66,6 +66,8 @@ def open_spark(master: str, *, parallelism: int, log: Path) -> Iterator[SparkSes
 def _start(master: str, parallelism: int, folder: Path) -> SparkSession:
     from pyspark.sql import SparkSession
 
+    from anabranch.engine import pythondaemon
+
     builder = (
         SparkSession.builder.master(master)
         .appName("anabranch-demo")
@@ -74,7 +76,7 @@ def _start(master: str, parallelism: int, folder: Path) -> SparkSession:
         .config("spark.log.level", "ERROR")
         # Over TCP every Python task waits some 40 ms for a delayed acknowledgement.
         .config("spark.python.unix.domain.socket.enabled", True)
-        .config("spark.python.daemon.module", "anabranch.operators.daemon")
+        .config("spark.python.daemon.module", pythondaemon.MODULE)
         .config("spark.sql.session.timeZone", "UTC")
         .config("spark.sql.shuffle.partitions", parallelism)
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
