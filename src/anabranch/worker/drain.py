@@ -67,6 +67,7 @@ class Drain:
         """Go on, if there is something to bring."""
         with self._wake:
             if self._thread is None and not self._stopped:
+                self._groups = _GROUPS_AT_FIRST  # what was right for other rows need not be so for these
                 self._thread = threading.Thread(target=self._run, name="drain", daemon=True)
                 self._thread.start()
 

@@ -86,6 +86,29 @@ def test_a_snapshot_has_the_rows_of_the_chosen_key_groups_once(store: Store, lay
     assert content(store, layout, []) == {}
 
 
+def test_snapshots_of_key_groups_are_right_whatever_changes_between_them(store: Store, layout: Layout) -> None:
+    """A store may remember where the rows of a key group are, but not for longer than that is true."""
+    random = np.random.default_rng(7)
+    expected: dict[int, int] = {}
+    for round_ in range(60):
+        start = int(random.integers(0, 300))
+        numbers = range(start, start + int(random.integers(1, 40)), int(random.choice([1, KEY_GROUPS])))
+        match random.integers(4):
+            case 0 | 1:
+                store.apply(changes(layout, numbers, round_))
+                expected |= dict.fromkeys(numbers, round_)
+            case 2:
+                store.apply(changes(layout, numbers, 0, Op.DELETE if round_ % 2 else Op.CLEAR))
+                expected = {n: x for n, x in expected.items() if n not in numbers}
+            case _:
+                dropped = int(random.integers(KEY_GROUPS))
+                store.drop_groups([dropped])
+                expected = {n: x for n, x in expected.items() if n % KEY_GROUPS != dropped}
+        groups = random.choice(KEY_GROUPS, int(random.integers(1, 5)), replace=False).tolist()
+        assert content(store, layout, groups) == {n: x for n, x in expected.items() if n % KEY_GROUPS in groups}
+        assert store.rows(groups) == sum(n % KEY_GROUPS in groups for n in expected)
+
+
 def test_rows_are_counted_for_some_key_groups_too(store: Store, layout: Layout) -> None:
     store.apply(changes(layout, range(200), 1))
     assert store.rows([3, 4]) == sum(n % KEY_GROUPS in (3, 4) for n in range(200))

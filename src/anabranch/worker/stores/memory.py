@@ -23,6 +23,30 @@ _BATCH_ROWS = 1 << 16
 _Dict = dict[bytes, bytes]
 
 
+class _RowsByGroup:
+    """The rows of each key group, as of when they were sorted: those of groups that changed since are not known."""
+
+    def __init__(self, rows: npt.NDArray[np.int32], groups: npt.NDArray[np.int32], key_groups: int) -> None:
+        self._rows = rows[np.argsort(groups.astype(np.uint16 if key_groups <= 1 << 16 else np.uint32), kind="stable")]
+        self._ends = np.cumsum(np.bincount(groups, minlength=key_groups))
+        self._is_known = np.ones(key_groups, dtype=np.bool_)
+
+    @property
+    def knows_any(self) -> bool:
+        return bool(self._is_known.any())
+
+    def forget(self, groups: npt.NDArray[np.int32]) -> None:
+        self._is_known[groups] = False
+
+    def of(self, groups: npt.NDArray[np.intp]) -> npt.NDArray[np.int32] | None:
+        """The rows of some groups, or None if they are not known."""
+        if not self._is_known[groups].all():
+            return None
+        starts = np.where(groups > 0, self._ends[groups - 1], 0)
+        parts = [self._rows[start:end] for start, end in zip(starts, self._ends[groups], strict=True)]
+        return np.concatenate(parts) if parts else self._rows[:0]
+
+
 class MemoryStore:
     """See Store."""
 
@@ -31,6 +55,9 @@ class MemoryStore:
         self._of_values = shape.kind is VariableKind.VALUE
         self._table = self._empty_table()
         self._entries = 0
+        #: Only if somebody has asked for the rows of key groups, and some of these have not changed since: a drain goes
+        #: through groups that do not change, a few at a time.
+        self._by_group: _RowsByGroup | None = None
         #: Held by whoever changes the state, or needs it not to change for long, while others go on reading.
         self._changing = threading.Lock()
         #: Held for writing while rows change in place.
@@ -47,6 +74,7 @@ class MemoryStore:
 
     def apply(self, changes: Changes) -> None:
         with self._changing:
+            self._forget_rows(changes.hashes)
             for start in range(0, len(changes), _APPLY_ROWS):
                 # CLEAR goes before everything else, whatever comes between.
                 part = slice(start, start + _APPLY_ROWS)
@@ -75,6 +103,7 @@ class MemoryStore:
             keys = Keys(self._table.hashes(rows), self._table.keys(rows))
             for start in range(0, len(keys), _APPLY_ROWS):
                 self._remove_keys(keys.take(np.arange(start, min(start + _APPLY_ROWS, len(keys)))))
+            self._by_group = None
             if len(self._table) < self._table.capacity // 2:
                 self._compact()
 
@@ -91,7 +120,7 @@ class MemoryStore:
 
     def close(self) -> None:
         with self._changing, self._in_place.writing():
-            self._table = self._empty_table()
+            self._table, self._by_group = self._empty_table(), None
             self._entries = 0
 
     def destroy(self) -> None:
@@ -147,11 +176,24 @@ class MemoryStore:
             self._table.remove(keys.hashes, keys.keys)
 
     def _rows_of(self, groups: Collection[int] | None) -> npt.NDArray[np.int32]:
-        rows = self._table.rows()
         if groups is None:
-            return rows
-        chosen = self._shape.chosen(groups)[self._shape.groups_of(self._table.hashes(rows))]
-        return rows[np.flatnonzero(chosen)]
+            return self._table.rows()
+        chosen = np.flatnonzero(self._shape.chosen(groups))
+        found = self._by_group.of(chosen) if self._by_group is not None else None
+        if found is None:
+            rows = self._table.rows()
+            groups_of_rows = self._shape.groups_of(self._table.hashes(rows))
+            self._by_group = _RowsByGroup(rows, groups_of_rows, self._shape.key_groups)
+            found = self._by_group.of(chosen)
+            assert found is not None
+        return found
+
+    def _forget_rows(self, hashes: npt.NDArray[np.int64]) -> None:
+        """Rows of these keys may come or go."""
+        if self._by_group is not None:
+            self._by_group.forget(self._shape.groups_of(hashes))
+            if not self._by_group.knows_any:
+                self._by_group = None
 
     def _compact(self) -> None:
         """Give memory back: move all rows into a table of their size."""
