@@ -16,6 +16,7 @@ from bench.report import Line, Report, parts_note, say
 from bench.session import Lab, open_lab
 from bench.sides import ANABRANCH, Build, Setup, anabranch_side, check_keys, spark_side
 from bench.sources import Size, numbers
+from bench.usercode import alone_ms
 from bench.workloads import FAMILIES, SETTLED_EPOCHS, Workload, chosen
 
 _ALL = ",".join(FAMILIES)
@@ -67,11 +68,16 @@ def operators(
     if quick:
         plan = Plan((SETTLED_EPOCHS, _QUICK_EPOCHS), (native_warmup, _QUICK_EPOCHS), 1)
     results: list[tuple[Workload, Size, Runs]] = []
+    alone: list[str] = []
     with open_lab(parallelism=parallelism) as lab:
         machine = describe_machine(lab.folder, lab.java)
         for workload, size in sized(workloads, keys, rows_per_key, quick=quick):
             say(f"{workload.text}: {size.rows:,} rows and {size.keys:,} keys an epoch")
-            results.append((workload, size, _measured(lab, workload, size, setup, plan)))
+            runs = _measured(lab, workload, size, setup, plan)
+            results.append((workload, size, runs))
+            if workload.pandas is not None:
+                alone_ms_ = alone_ms(lab, workload.pandas, size, parallelism=parallelism)
+                alone.append(_alone_note(workload, alone_ms_, runs))
     Report(
         name="operators",
         title=f"stateful operators, {workers} workers, {store} store, durable",
@@ -84,7 +90,8 @@ def operators(
             parts_note(f"{workload.text}, {side}", runs.of(side)[-1].parts_ms)
             for workload, _, runs in results
             for side in (workload.rival, ANABRANCH)
-        ],
+        ]
+        + alone,
     ).publish()
 
 
@@ -138,6 +145,14 @@ def _counted(side: Side, expected: int) -> Side:
         return {**side.inspect(query), "state_rows": found}
 
     return replace(side, inspect=inspect)
+
+
+def _alone_note(workload: Workload, alone_ms_: float, runs: Runs) -> str:
+    rival_ms = runs.epoch_ms(workload.rival).median
+    return (
+        f"{workload.text}: the processor's own code takes {alone_ms_:,.0f} ms of an epoch without any engine; "
+        f"no engine can be more than {rival_ms / alone_ms_:.1f}x as fast as {workload.rival}"
+    )
 
 
 def _lines(workload: Workload, size: Size, runs: Runs) -> list[Line]:

@@ -58,6 +58,8 @@ class Workload:
     #: The name of what it is compared with.
     rival: str = SPARK
     budget: Budget | None = None
+    #: A class of the user's that runs for every key on pandas, which takes its time on both sides.
+    pandas: type | None = None
 
 
 def _windows(numbers: Numbers, size: Size) -> Flow:
@@ -128,6 +130,7 @@ def _processed(text: str, flow: Any, rows: type, pandas: type, state_rows: Calla
         Workload(
             "timers", f"{text}, {kind}", partial(flow, method, processor), state_rows, Size(20_000, 1),
             quick=Size(200, 2), mode="update", is_slow=True, budget=budget,
+            pandas=processor if kind == "pandas" else None,
         )
         for kind, method, processor, budget in kinds
     ]  # fmt: skip
