@@ -277,3 +277,29 @@ def test_a_worker_that_is_waited_for_while_all_are_stopped_is_not_taken_for_brok
             starting.result(60)
     assert children_of(nursery) == []
     nursery.close()
+
+
+def test_a_nursery_that_starts_a_worker_does_not_hide_that_another_one_has_ended() -> None:
+    nursery = scripted("import sys; sys.stdin.read()")
+    first = nursery.start({}, 60)
+    second = nursery.start({}, 60)  # by now the nursery has closed what is the first one's
+    assert nursery._process is not None
+    os.kill(nursery._process.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool:
+        starting = pool.submit(nursery.start, {}, 60)
+        try:
+            while not nursery._lock.locked():
+                time.sleep(0.01)
+            first.send_signal(signal.SIGKILL)
+            assert pool.submit(first.wait, 10).result(20)
+            assert first.has_ended()
+            assert not starting.done()
+        finally:
+            os.kill(nursery._process.pid, signal.SIGCONT)
+        third = starting.result(60)
+    assert [child.pid for child in children_of(nursery)] == [second.pid, third.pid]
+    for child in (first, second, third):
+        child.end_input()
+        child.bury()
+    assert children_of(nursery) == []
+    nursery.close()
