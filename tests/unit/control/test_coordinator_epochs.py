@@ -192,6 +192,16 @@ def test_workers_are_described_and_told_good_bye(coordinator: Coordinator, worke
     assert [worker.kinds()[-1] for worker in workers] == ["close_job", "close_job"]
 
 
+def test_a_worker_that_stands_still_is_not_waited_for_by_who_is_in_a_hurry(
+    coordinator: Coordinator, workers: list[StandIn]
+) -> None:
+    assert len(coordinator.describe()) == 2
+    assert [worker.timeouts_s["describe"] for worker in workers] == [None, None]
+    assert coordinator.describe(wait=False) == coordinator.describe()
+    coordinator.describe(wait=False)
+    assert [worker.timeouts_s["describe"] for worker in workers] == [1.0, 1.0]
+
+
 def test_a_stage_has_at_most_as_many_partitions_as_there_are_key_groups(tmp_path: Path, workers: list[StandIn]) -> None:
     members = membership(*workers)
     resumed = resume(claim(str(tmp_path), [SPEC], 3), members)
