@@ -43,7 +43,7 @@ class Looking:
             epoch = committed()
             request = messages.Scan(**self._job(), epoch=epoch, stage=spec.number, variable=variable)
             parts = self._on_all(self._cluster.members.all, lambda member: list(member.client.stream(request)))
-            batches = [batch for part in parts for batch in part]
+            batches = [batch for part in parts for batch in part if batch.num_rows]
             schema = spec.layouts[variable].rows
             # Spark takes no table whose nested columns have no chunk at all.
             return epoch, pa.Table.from_batches(batches, schema) if batches else schema.empty_table()
