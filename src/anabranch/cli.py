@@ -42,7 +42,6 @@ def worker(
     token: Annotated[str, typer.Option(envvar="ANABRANCH_TOKEN", help="Shared secret of workers and queries.")] = "",
     worker_id: Annotated[str, typer.Option("--id", help="Name of this worker; empty: made from host and pid.")] = "",
     join: Annotated[str, typer.Option(help="HOST:PORT of a running query's url: take part in that job.")] = "",
-    exit_with_parent: Annotated[bool, typer.Option("--exit-with-parent", help="Stop when stdin ends.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log what happens.")] = False,
 ) -> None:
     """Run a state worker until it is told to stop."""
@@ -62,7 +61,7 @@ def worker(
             state_path=state_path or None,
             token=token,
             worker_id=worker_id or f"worker-{host}-{os.getpid()}",
-            exit_with_parent=exit_with_parent,
+            exit_with_parent=False,
             join=join,
         )
     )

@@ -206,9 +206,7 @@ class StreamQuery:
         found = self._stage(stage)
         name = self._variable(found, variable)
         _, rows = self.coordinator.scan(found.spec, name)
-        # Spark cannot make rows of a table without any chunks.
-        table = rows if rows.num_rows else rows.schema.empty_table()
-        return found.present(name, self._session().createDataFrame(table))
+        return found.present(name, self._session().createDataFrame(rows))
 
     def savepoint(self, path: str) -> int:
         """Save the job in a place of its own, a path or URL, and return the epoch that it was saved as of.

@@ -227,7 +227,7 @@ class Coordinator:
         return self._looking.scan(spec, variable, lambda: self._machine.committed)
 
     def describe(self, *, wait: bool = True) -> list[dict[str, Any]]:
-        """What each worker holds; without waiting, as far as it can be told while workers change."""
+        """What each worker holds; without waiting, as far as it can be told while workers change or stand still."""
         return self._looking.describe(wait=wait)
 
     def savepoint(self, target: str) -> Savepoint:

@@ -109,25 +109,35 @@ class EmbeddedWorkers:
 
     def _launch(self) -> WorkerId:
         with self._lock:
-            if self._stopped:
-                raise WorkerError("The query is being stopped, and starts no more workers. Start it again.")
+            self._refuse_if_stopped()
             self._started += 1
             worker = WorkerId(f"worker-{self._started}")
-            options = {
-                "host": "127.0.0.1",
-                "port": 0,
-                "store": self._store,
-                "redis_url": self._redis_url,
-                "state_path": str(Path(self._state_path).absolute()) if self._state_path else None,
-                "token": self._token,
-                "worker_id": worker,
-                "exit_with_parent": True,
-            }
-            self._processes[worker] = self._nursery.start(options, self._start_timeout_s)
+        options = {
+            "host": "127.0.0.1",
+            "port": 0,
+            "store": self._store,
+            "redis_url": self._redis_url,
+            "state_path": str(Path(self._state_path).absolute()) if self._state_path else None,
+            "token": self._token,
+            "worker_id": worker,
+            "exit_with_parent": True,
+        }
+        # This may take long, and who asks for lost workers must not wait for it.
+        process = self._nursery.start(options, self._start_timeout_s)
+        try:
+            with self._lock:
+                self._refuse_if_stopped()
+                self._processes[worker] = process
+        except WorkerError:
+            process.send_signal(signal.SIGKILL)
+            process.bury()
+            raise
         return worker
 
     def _wait_until_ready(self, worker: WorkerId) -> WorkerAddress:
-        process = self._processes[worker]
+        with self._lock:
+            self._refuse_if_stopped()
+            process = self._processes[worker]
         try:
             ready = process.first_line(self._start_timeout_s)
             return WorkerAddress(WorkerId(ready["worker"]), ready["address"], ready["pid"])
@@ -137,4 +147,9 @@ class EmbeddedWorkers:
                 f"this machine is slow. Its log ends: {process.end_of_log()}"
             ) from None
         except (ValueError, KeyError):
+            self._refuse_if_stopped()  # then it has ended for that reason, and its log is closed
             raise WorkerError(f"A state worker failed to start. Its log ends: {process.end_of_log()}") from None
+
+    def _refuse_if_stopped(self) -> None:
+        if self._stopped:
+            raise WorkerError("The query is being stopped, and starts no more workers. Start it again.")

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 10
 #: How long a look waits for a change that is under way.
 _CHANGE_MAX_S = 60.0
+#: How long a worker may take to answer who does not want to wait.
+_HASTY_TIMEOUT_S = 1.0
 
 _Seen = TypeVar("_Seen")
 
@@ -41,7 +43,7 @@ class Looking:
             epoch = committed()
             request = messages.Scan(**self._job(), epoch=epoch, stage=spec.number, variable=variable)
             parts = self._on_all(self._cluster.members.all, lambda member: list(member.client.stream(request)))
-            batches = [batch for part in parts for batch in part]
+            batches = [batch for part in parts for batch in part if batch.num_rows]
             schema = spec.layouts[variable].rows
             # Spark takes no table whose nested columns have no chunk at all.
             return epoch, pa.Table.from_batches(batches, schema) if batches else schema.empty_table()
@@ -49,8 +51,8 @@ class Looking:
         return self._look(look)
 
     def describe(self, *, wait: bool = True) -> list[dict[str, Any]]:
-        """What each worker holds; without waiting, as far as it can be told while workers change."""
-        return self._look(self._describe) if wait else self._describe()
+        """What each worker holds; without waiting, as far as it can be told while workers change or stand still."""
+        return self._look(self._describe) if wait else self._describe(_HASTY_TIMEOUT_S)
 
     def _look(self, look: Callable[[], _Seen]) -> _Seen:
         """Look, and again if key groups changed hands meanwhile, or an epoch that was looked at is gone."""
@@ -72,9 +74,9 @@ class Looking:
             f"The workers cannot be looked at: epochs or changes pass faster than that{reason}. Try again."
         )
 
-    def _describe(self) -> list[dict[str, Any]]:
+    def _describe(self, timeout_s: float | None = None) -> list[dict[str, Any]]:
         members, request = self._cluster.members.all, messages.Describe(**self._job())
-        answers = self._on_all(members, lambda member: member.client.call(request)[0])
+        answers = self._on_all(members, lambda member: member.client.call(request, timeout_s=timeout_s)[0])
         return [
             {
                 "id": member.worker,

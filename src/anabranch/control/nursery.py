@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -38,11 +39,14 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._log: IO[bytes] | None = None
+        #: Processes that have ended and are not buried yet.
+        self._ended: deque[int] = deque()
 
     def prepare(self) -> None:
         """Begin to load what will be needed, without waiting for it."""
         with self._lock:
             self._be_there()
+        self._bury_ended()
 
     def start(self, options: Mapping[str, Any], timeout_s: float) -> Child:
         """A new process. It ends when its standard input does."""
@@ -51,6 +55,8 @@ class Nursery:
         except _KilledError:
             # A process that it may have forked before has lost its input, and ends.
             return self._start(options, timeout_s)
+        finally:
+            self._bury_ended()
 
     def _start(self, options: Mapping[str, Any], timeout_s: float) -> Child:
         with contextlib.ExitStack() as ours:
@@ -73,16 +79,29 @@ class Nursery:
         return Child(self, answer["pid"], keep, output, log)
 
     def bury(self, pid: int) -> None:
-        """Forget a process that has ended. If the nursery has ended before it, the system has done so."""
-        with self._lock:
-            if self._control is None or self._process is None or self._process.poll() is not None:
-                return
-            self._control.settimeout(_BURY_TIMEOUT_S)
+        """Forget a process that has ended; while another one is being started, that is left to whoever starts it."""
+        self._ended.append(pid)
+        self._bury_ended()
+
+    def _bury_ended(self) -> None:
+        # Who holds the lock comes here afterwards, so none is left.
+        while self._ended and self._lock.acquire(blocking=False):
             try:
-                self._exchange({"bury": pid}, [])
-            except (OSError, WorkerError):
-                # It stands still, or is gone. What it still says must not be taken for the answer to something else.
-                self._end()
+                while self._ended:
+                    self._bury(self._ended.popleft())
+            finally:
+                self._lock.release()
+
+    def _bury(self, pid: int) -> None:
+        """If the nursery has ended before the process, the system has done so."""
+        if self._control is None or self._process is None or self._process.poll() is not None:
+            return
+        self._control.settimeout(_BURY_TIMEOUT_S)
+        try:
+            self._exchange({"bury": pid}, [])
+        except (OSError, WorkerError):
+            # It stands still, or is gone. What it still says must not be taken for the answer to something else.
+            self._end()
 
     def close(self) -> None:
         """End. Processes that it has started go on."""
@@ -149,6 +168,7 @@ class Nursery:
         if self._log is not None:
             self._log.close()
         self._process = self._control = self._log = None
+        self._ended.clear()  # the system buries them now, and may give their numbers to others
 
 
 class Child:

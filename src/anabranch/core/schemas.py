@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -69,6 +69,10 @@ class StageSpec:
     def layouts(self) -> Mapping[str, Layout]:
         """The columns of each state variable's rows, by the variable's name."""
         return {variable.name: Layout(self.key, variable) for variable in self.variables}
+
+    def numbered(self, number: StageNumber, name: str) -> StageSpec:
+        """The same stage under another number and name."""
+        return replace(self, number=number, name=name)
 
     def to_json(self) -> dict[str, Any]:
         return {

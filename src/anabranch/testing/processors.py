@@ -61,7 +61,9 @@ class ProcessorTest:
         check_key_fields(fields)
         mode = checked_time_mode(timeMode)
         self._pickled: bytes = cloudpickle.dumps(processor)  # type: ignore[no-untyped-call]
-        self._spec = declare_state(processor, arrow_schema(fields), StageNumber(0), "test", mode, [*self.broadcast])
+        self._spec = declare_state(
+            processor, arrow_schema(fields), StageNumber(0), "test", mode, [*self.broadcast]
+        ).spec
         self._output = _struct(output)
         self._mode = mode
         self._run = run_frames if pandas else run_rows

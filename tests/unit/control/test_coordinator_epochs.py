@@ -181,6 +181,18 @@ def test_a_look_at_the_state_starts_over_when_epochs_overtake_it(
         coordinator.scan(SPEC, "v")
 
 
+def test_a_look_at_empty_state_gives_columns_of_one_chunk(coordinator: Coordinator, workers: list[StandIn]) -> None:
+    """Spark makes no DataFrame of a table whose nested columns have none."""
+    run(coordinator, 0)
+    rows = SPEC.layouts["v"].rows
+    for batches in ([], [pa.RecordBatch.from_pylist([], rows)] * 2):
+        workers[0].rows = batches
+        _, table = coordinator.scan(SPEC, "v")
+        assert table.schema == rows
+        assert table.num_rows == 0
+        assert [column.num_chunks for column in table.columns] == [1, 1, 1]
+
+
 def test_workers_are_described_and_told_good_bye(coordinator: Coordinator, workers: list[StandIn]) -> None:
     described = coordinator.describe()
     assert [(worker["id"], worker["keyGroups"], worker["rows"], worker["bytes"]) for worker in described] == [
@@ -190,6 +202,16 @@ def test_workers_are_described_and_told_good_bye(coordinator: Coordinator, worke
     workers[0].failures["close_job"] = LostWorkerError("one:1 cannot be reached.")
     coordinator.close()
     assert [worker.kinds()[-1] for worker in workers] == ["close_job", "close_job"]
+
+
+def test_a_worker_that_stands_still_is_not_waited_for_by_who_is_in_a_hurry(
+    coordinator: Coordinator, workers: list[StandIn]
+) -> None:
+    assert len(coordinator.describe()) == 2
+    assert [worker.timeouts_s["describe"] for worker in workers] == [None, None]
+    assert coordinator.describe(wait=False) == coordinator.describe()
+    coordinator.describe(wait=False)
+    assert [worker.timeouts_s["describe"] for worker in workers] == [1.0, 1.0]
 
 
 def test_a_stage_has_at_most_as_many_partitions_as_there_are_key_groups(tmp_path: Path, workers: list[StandIn]) -> None:

@@ -4,6 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import pytest
 from anabranch.control import launcher
 from anabranch.control import nursery as nursery_module
 from anabranch.control.launcher import EmbeddedWorkers
-from anabranch.control.nursery import Nursery
+from anabranch.control.nursery import Child, Nursery
 from anabranch.core.errors import WorkerError
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.messages import Health
@@ -34,6 +38,22 @@ def children_of(nursery: Nursery) -> list[psutil.Process]:
     assert nursery._process is not None
     children: list[psutil.Process] = psutil.Process(nursery._process.pid).children()
     return children
+
+
+class SlowNursery(Nursery):
+    """Starts a worker, and hands it over when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_started = threading.Event()
+        self.may_return = threading.Event()
+        self.may_return.set()
+
+    def start(self, options: Mapping[str, Any], timeout_s: float) -> Child:
+        child = super().start(options, timeout_s)
+        self.has_started.set()
+        assert self.may_return.wait(60)
+        return child
 
 
 def test_workers_are_ready_when_they_are_started_and_gone_when_they_are_stopped(tmp_path: Path) -> None:
@@ -202,4 +222,84 @@ def test_a_nursery_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyP
         assert psutil.pid_exists(second.pid)
     finally:
         workers.stop()
+    nursery.close()
+
+
+def test_a_lost_worker_is_found_while_another_one_starts() -> None:
+    nursery = SlowNursery()
+    workers = make(nursery=nursery)
+    try:
+        (first,) = workers.start(1)
+        nursery.has_started.clear()
+        nursery.may_return.clear()
+        with ThreadPoolExecutor() as pool:
+            starting = pool.submit(workers.start, 1)
+            try:
+                assert nursery.has_started.wait(60)
+                os.kill(first.pid, signal.SIGKILL)
+                assert workers._processes[first.worker].wait(10)
+                assert pool.submit(workers.exited).result(10) == {first.worker}
+            finally:
+                nursery.may_return.set()
+            assert [worker.worker for worker in starting.result(60)] == ["worker-2"]
+    finally:
+        workers.stop()
+    nursery.close()
+
+
+def test_a_worker_that_starts_while_all_are_stopped_is_killed() -> None:
+    nursery = SlowNursery()
+    workers = make(nursery=nursery)
+    nursery.may_return.clear()
+    with ThreadPoolExecutor() as pool:
+        starting = pool.submit(workers.start, 1)
+        try:
+            assert nursery.has_started.wait(60)
+            pool.submit(workers.stop).result(10)
+            assert len(children_of(nursery)) == 1
+        finally:
+            nursery.may_return.set()
+        with pytest.raises(WorkerError, match="is being stopped, and starts no more workers"):
+            starting.result(60)
+    assert children_of(nursery) == []
+    nursery.close()
+
+
+def test_a_worker_that_is_waited_for_while_all_are_stopped_is_not_taken_for_broken() -> None:
+    nursery = scripted("import sys; sys.stdin.read()")
+    workers = make(nursery=nursery)
+    with ThreadPoolExecutor() as pool:
+        starting = pool.submit(workers.start, 1)
+        while not workers._processes and not starting.done():
+            time.sleep(0.01)
+        pool.submit(workers.stop).result(30)
+        with pytest.raises(WorkerError, match="is being stopped, and starts no more workers"):
+            starting.result(60)
+    assert children_of(nursery) == []
+    nursery.close()
+
+
+def test_a_nursery_that_starts_a_worker_does_not_hide_that_another_one_has_ended() -> None:
+    nursery = scripted("import sys; sys.stdin.read()")
+    first = nursery.start({}, 60)
+    second = nursery.start({}, 60)  # by now the nursery has closed what is the first one's
+    assert nursery._process is not None
+    os.kill(nursery._process.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool:
+        starting = pool.submit(nursery.start, {}, 60)
+        try:
+            while not nursery._lock.locked():
+                time.sleep(0.01)
+            first.send_signal(signal.SIGKILL)
+            assert pool.submit(first.wait, 10).result(20)
+            assert first.has_ended()
+            assert not starting.done()
+        finally:
+            os.kill(nursery._process.pid, signal.SIGCONT)
+        third = starting.result(60)
+    assert [child.pid for child in children_of(nursery)] == [second.pid, third.pid]
+    for child in (first, second, third):
+        child.end_input()
+        child.bury()
+    assert children_of(nursery) == []
     nursery.close()

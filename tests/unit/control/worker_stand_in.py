@@ -21,6 +21,8 @@ class StandIn:
         self.address = f"{name}:1"
         self.sealed = sealed or []
         self.requests: list[messages.Request] = []
+        #: How long it may take to answer, as it was told with the last request of each kind; None: the client's limit.
+        self.timeouts_s: dict[str, float | None] = {}
         #: What to raise, by the kind of request; taken out when it was raised.
         self.failures: dict[str, Exception] = {}
         self.rows: list[pa.RecordBatch] = []
@@ -33,7 +35,7 @@ class StandIn:
         self.assignment = 0
 
     def call(self, request: messages.Request, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        del timeout_s
+        self.timeouts_s[request.kind()] = timeout_s
         if not isinstance(request, messages.Health):  # those of the heartbeat come at any time
             self.requests.append(request)
         if request.kind() in self.failures:

@@ -175,7 +175,7 @@ def run_epochs(
 
     With a time mode, the times of the epochs are the time of day and the watermark.
     """
-    spec = declare_state(processor, key, StageNumber(1), "stage1", time_mode)
+    spec = declare_state(processor, key, StageNumber(1), "stage1", time_mode).spec
     state = ModelState(spec)
     program = Program(spec, processor, output, frames or FrameSettings(), time_mode)
     outputs = []

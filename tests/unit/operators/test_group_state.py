@@ -36,7 +36,7 @@ class Groups:
 
         columns = ("id", "n")
         processor = GroupStateProcessor(function, fields(total="long"), timeout, columns, has_watermark=has_watermark)
-        spec = declare_state(processor, KEY, StageNumber(1), "sums", MODES[timeout])
+        spec = declare_state(processor, KEY, StageNumber(1), "sums", MODES[timeout]).spec
         frames = FrameSettings(rows_max=3, widened=False)
         self.program = GroupProgram(spec, processor, OUTPUT, frames, MODES[timeout])
         self.state = ModelState(spec)

@@ -59,7 +59,7 @@ class Processor(StatefulProcessor):
 
 
 def declare(what: Any) -> StageSpec:
-    return declare_state(Processor(what), KEY, StageNumber(3), "orders")
+    return declare_state(Processor(what), KEY, StageNumber(3), "orders").spec
 
 
 def test_state_variables_of_every_kind_are_declared_in_the_order_of_init() -> None:
@@ -195,7 +195,7 @@ def test_unknown_modes_are_refused_by_name() -> None:
 
 
 def declare_timed(what: Any, mode: TimeMode) -> StageSpec:
-    return declare_state(Processor(what), KEY, StageNumber(3), "orders", mode)
+    return declare_state(Processor(what), KEY, StageNumber(3), "orders", mode).spec
 
 
 def test_time_to_live_and_timers_are_part_of_the_declared_state() -> None:

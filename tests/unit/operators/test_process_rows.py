@@ -156,7 +156,7 @@ def test_time_is_unknown_without_a_time_mode() -> None:
 
 def test_times_are_passed_on() -> None:
     seen = []
-    spec = declare_state(Calling(count), KEY, StageNumber(1), "s")
+    spec = declare_state(Calling(count), KEY, StageNumber(1), "s").spec
 
     def note(key: Any, rows: Any, timers: TimerValues) -> Any:
         del key, rows
@@ -169,7 +169,7 @@ def test_times_are_passed_on() -> None:
 
 
 def test_output_comes_in_bounded_batches_after_which_state_has_been_written() -> None:
-    spec = declare_state(Calling(count), KEY, StageNumber(1), "s")
+    spec = declare_state(Calling(count), KEY, StageNumber(1), "s").spec
     state = ModelState(spec)
 
     def many(key: Any, rows: Any, timers: Any) -> Any:
@@ -200,7 +200,7 @@ def test_a_program_travels_to_its_tasks() -> None:
     class Local(Calling):
         pass
 
-    spec = declare_state(Local(count), KEY, StageNumber(1), "s")
+    spec = declare_state(Local(count), KEY, StageNumber(1), "s").spec
     sent: Program = cloudpickle.loads(cloudpickle.dumps(Program(spec, Local(count), COUNTS)))
     (batch,) = run_rows(batches_of([{"id": "a"}], spec), sent, ModelState(spec))
     assert batch.to_pylist() == [{"id": "a", "count": 1}]
@@ -219,7 +219,7 @@ def test_a_processor_is_closed_when_it_fails_and_nothing_is_written() -> None:
             raise KeyError("missing")
         yield Row(id=key[0], count=1)
 
-    spec = declare_state(Calling(fail), KEY, StageNumber(1), "orders")
+    spec = declare_state(Calling(fail), KEY, StageNumber(1), "orders").spec
     state, processor = ModelState(spec), Calling(fail)
     with pytest.raises(EpochError) as caught:
         list(run_rows(batches_of([{"id": "a"}, {"id": "b"}], spec), Program(spec, processor, COUNTS), state))
@@ -234,7 +234,7 @@ def test_a_processor_is_closed_when_it_fails_and_nothing_is_written() -> None:
 
 
 def test_a_processor_is_closed_when_the_output_is_not_wanted_any_more() -> None:
-    spec = declare_state(Calling(count), KEY, StageNumber(1), "s")
+    spec = declare_state(Calling(count), KEY, StageNumber(1), "s").spec
     processor, state = Calling(count), ModelState(spec)
     output = run_rows(
         batches_of([{"id": str(n)} for n in range(30_000)], spec), Program(spec, processor, COUNTS), state
@@ -260,7 +260,7 @@ def test_failures_at_both_ends_of_its_life_name_the_place(where: str) -> None:
 
     processor = Failing(count)
     processor.life.append("declared")
-    spec = declare_state(Calling(count), KEY, StageNumber(1), "s")
+    spec = declare_state(Calling(count), KEY, StageNumber(1), "s").spec
     state = ModelState(spec)
     with pytest.raises(EpochError, match=rf"Failing failed in {where}: ValueError: no"):
         list(run_rows(batches_of([{"id": "a"}], spec), Program(spec, processor, COUNTS), state))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -69,16 +69,14 @@ class AggregateStage:
     #: The key column with the event time, if there is a watermark on it; its field, for a window.
     event_time: tuple[int, str] | None
 
+    output_delay_ms: ClassVar[int] = 0
+
     @property
     def clock(self) -> Clock:
         return Clock.NONE if self.event_time is None else Clock.EVENT_TIME
 
-    @property
-    def output_delay_ms(self) -> int:
-        return 0
-
     def numbered(self, number: StageNumber, name: str) -> Self:
-        return replace(self, spec=replace(self.spec, number=number, name=name))
+        return replace(self, spec=self.spec.numbered(number, name))
 
     def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
         """The stateless half: key columns and the inputs of the aggregates, under names of our own."""

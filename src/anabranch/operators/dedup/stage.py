@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -137,6 +137,8 @@ class DedupStage:
     subset: tuple[int, ...]
     extras: tuple[int, ...]
 
+    output_delay_ms: ClassVar[int] = 0
+
     @property
     def spec(self) -> StageSpec:
         return self.task.spec
@@ -146,13 +148,8 @@ class DedupStage:
         forgets = self.task.key_time is not None or self.task.delay_ms is not None
         return Clock.EVENT_TIME if forgets else Clock.NONE
 
-    @property
-    def output_delay_ms(self) -> int:
-        return 0
-
     def numbered(self, number: StageNumber, name: str) -> Self:
-        spec = replace(self.spec, number=number, name=name)
-        return replace(self, task=replace(self.task, spec=spec))
+        return replace(self, task=replace(self.task, spec=self.spec.numbered(number, name)))
 
     def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
         del side, carry  # all columns are there

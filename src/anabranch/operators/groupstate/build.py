@@ -61,7 +61,7 @@ def build_group_state(
         function, schema, timeout, tuple(rows.columns), has_watermark=event_time is not None or not unbounded
     )
     program = GroupProgram(
-        spec=declare_state(processor, arrow_schema(key_fields), name.number, name.name, _TIME_MODES[timeout]),
+        spec=declare_state(processor, arrow_schema(key_fields), name.number, name.name, _TIME_MODES[timeout]).spec,
         processor=processor,
         output=sample.schema,
         frames=replace(frame_settings(spark), widened=False, bytes_max=UNLIMITED_BYTES),

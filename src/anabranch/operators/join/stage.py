@@ -55,7 +55,7 @@ class JoinStage:
         return max(0, *(-side.eviction.offset_ms for side in self.sides if side.eviction is not None), 0)
 
     def numbered(self, number: StageNumber, name: str) -> Self:
-        return replace(self, spec=replace(self.spec, number=number, name=name))
+        return replace(self, spec=self.spec.numbered(number, name))
 
     def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
         del carry  # all columns are there

@@ -11,7 +11,7 @@ from pyspark.sql.types import StructField, StructType, TimestampNTZType, Timesta
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.operators.keys import WATERMARK, StageName, arrow_schema, check_key_fields
-from anabranch.operators.process.declare import check_output_mode, checked_time_mode, declare
+from anabranch.operators.process.declare import check_output_mode, checked_time_mode, declare_state
 from anabranch.operators.process.frames import run_frames
 from anabranch.operators.process.initial import initial_state
 from anabranch.operators.process.program import UNLIMITED_BYTES, FrameSettings, Program, TimeMode
@@ -44,7 +44,7 @@ def build_process(
     result: StructType = spark.createDataFrame([], output).schema
     if event_time_column:
         result = _with_event_time(result, event_time_column, mode, rows, method)
-    declared = declare(processor, arrow_schema(key_fields), name.number, name.name, mode, tables)
+    declared = declare_state(processor, arrow_schema(key_fields), name.number, name.name, mode, tables)
     program = Program(
         spec=declared.spec,
         processor=processor,

@@ -48,6 +48,16 @@ def check_output_mode(output_mode: str) -> None:
         raise UnsupportedError(f"outputMode {output_mode!r} is unknown. Use one of {', '.join(_OUTPUT_MODES)}.")
 
 
+@dataclass(frozen=True)
+class Declaration:
+    """What ``init`` says about state."""
+
+    #: The stage that runs the processor, with its state variables.
+    spec: StageSpec
+    #: State variables that it lets go of.
+    deleted: frozenset[str]
+
+
 def declare_state(
     processor: StatefulProcessor,
     key: pa.Schema,
@@ -55,29 +65,8 @@ def declare_state(
     name: str,
     time_mode: TimeMode = TimeMode.NONE,
     tables: Collection[str] = (),
-) -> StageSpec:
-    """The stage that runs a processor, with the state variables that its ``init`` asks for."""
-    return declare(processor, key, number, name, time_mode, tables).spec
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """What ``init`` says about state."""
-
-    spec: StageSpec
-    #: State variables that it lets go of.
-    deleted: frozenset[str]
-
-
-def declare(
-    processor: StatefulProcessor,
-    key: pa.Schema,
-    number: StageNumber,
-    name: str,
-    time_mode: TimeMode = TimeMode.NONE,
-    tables: Collection[str] = (),
 ) -> Declaration:
-    """Ask a copy of the processor, so that the user's own stays as it is."""
+    """The state variables that ``init`` of a processor asks for; of a copy, so that the user's own stays as it is."""
     _refuse_names(f"Stage {name}: its key", key)
     try:
         copy: StatefulProcessor = cloudpickle.loads(cloudpickle.dumps(processor))  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -64,6 +64,8 @@ class ProcessStage:
     #: The broadcast tables that the processor can read.
     tables: tuple[str, ...] = ()
 
+    output_delay_ms: ClassVar[int] = 0
+
     @property
     def spec(self) -> StageSpec:
         return self.program.spec
@@ -72,13 +74,8 @@ class ProcessStage:
     def clock(self) -> Clock:
         return _CLOCKS[self.program.time_mode]
 
-    @property
-    def output_delay_ms(self) -> int:
-        return 0
-
     def numbered(self, number: StageNumber, name: str) -> Self:
-        spec = replace(self.spec, number=number, name=name)
-        return replace(self, program=replace(self.program, spec=spec))
+        return replace(self, program=replace(self.program, spec=self.spec.numbered(number, name)))
 
     def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
         del side, carry  # all columns are there

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -51,6 +51,8 @@ class SessionStage:
     #: Which of its keys is the session.
     position: int
 
+    output_delay_ms: ClassVar[int] = 0
+
     @property
     def parallelism(self) -> int | None:
         return self.whole.parallelism
@@ -63,13 +65,9 @@ class SessionStage:
     def clock(self) -> Clock:
         return self.whole.clock
 
-    @property
-    def output_delay_ms(self) -> int:
-        return 0
-
     def numbered(self, number: StageNumber, name: str) -> Self:
         whole = self.whole.numbered(number, name)
-        return replace(self, whole=whole, spec=replace(self.spec, number=number, name=name))
+        return replace(self, whole=whole, spec=self.spec.numbered(number, name))
 
     def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
         """The stateless half. Each row is a session of its own; Spark leaves out those without a time or a length."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -53,6 +53,8 @@ class TablesStage:
     #: The driver is the only one that works on it.
     parallelism: int | None = 1
 
+    output_delay_ms: ClassVar[int] = 0
+
     @property
     def clock(self) -> Clock:
         return Clock.NONE
@@ -65,12 +67,8 @@ class TablesStage:
     def table_keys(self) -> Mapping[str, tuple[str, ...]]:
         return {table.name: table.keys for table in self.tables}
 
-    @property
-    def output_delay_ms(self) -> int:
-        return 0
-
     def numbered(self, number: StageNumber, name: str) -> Self:
-        return replace(self, spec=replace(self.spec, number=number, name=name))
+        return replace(self, spec=self.spec.numbered(number, name))
 
     def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
         """The source of a pipeline with tables is the union of all of them already."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 from pyspark import cloudpickle
 from pyspark.sql import Column, DataFrame
@@ -41,16 +41,14 @@ class VectorisedStage:
     #: The broadcast tables that the function takes.
     tables: tuple[str, ...] = ()
 
+    output_delay_ms: ClassVar[int] = 0
+
     @property
     def clock(self) -> Clock:
         return Clock.NONE
 
-    @property
-    def output_delay_ms(self) -> int:
-        return 0
-
     def numbered(self, number: StageNumber, name: str) -> Self:
-        return replace(self, spec=replace(self.spec, number=number, name=name))
+        return replace(self, spec=self.spec.numbered(number, name))
 
     def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
         del side, carry
