@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("anabranch", deadline=None)
+settings.load_profile("anabranch")
 
 
 @pytest.fixture(scope="session")

@@ -107,13 +107,14 @@ def run(writer: Any, checkpoint: Path, mode: str = "update") -> Result:
     return result
 
 
-def drain(writer: Any) -> None:
-    """Start a query, let it take all input that is there, and wait for its end."""
+def drain(writer: Any) -> Any:
+    """Start a query, let it take all input that is there, and wait for its end; the query."""
     query = writer.trigger(availableNow=True).start()
     try:
         assert query.awaitTermination(WAIT_S)
     finally:
         query.stop()
+    return query
 
 
 @contextmanager

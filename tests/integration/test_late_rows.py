@@ -126,15 +126,22 @@ def ours(feed: EpochFeed, oracle: Oracle, query: Query, mode: str) -> tuple[Late
         del epoch
         found.update(number for row in rows.collect() for number in row.ids)
 
-    drain(writer.lateRows(late).foreachBatch(keep).option("checkpointLocation", str(oracle.new_folder("late"))))
+    place = str(oracle.new_folder("late"))
+    ended = drain(writer.lateRows(late).foreachBatch(keep).option("checkpointLocation", place))
+    assert reported(ended) == len(late.rows)
     return late, sorted(found)
+
+
+def reported(query: Any) -> int:
+    """How many rows were dropped, by the progress reports."""
+    return sum(each.numRowsDroppedByWatermark for one in query.recentProgress for each in one.stateOperators)
 
 
 def dropped_by_spark(feed: EpochFeed, oracle: Oracle, query: Query, mode: str) -> int:
     writer = query(feed.stream()).writeStream.outputMode(mode).format("noop").trigger(availableNow=True)
     started = writer.option("checkpointLocation", str(oracle.new_folder("native"))).start()
     assert started.awaitTermination(WAIT_S)
-    return sum(each.numRowsDroppedByWatermark for one in started.recentProgress for each in one.stateOperators)
+    return reported(started)
 
 
 def check_each_row_is_somewhere(late: Late, accepted: list[int], *, without_time: str) -> None:
@@ -179,9 +186,9 @@ def test_late_rows_of_both_sides_and_of_stages_one_after_the_other(
 
     place = str(tmp_path / "late")
     writer = joined(anabranch.stream(feed.stream())).writeStream.lateRows(place).format("noop")
-    drain(writer.options(**oracle.options).option("checkpointLocation", str(oracle.new_folder("join"))))
+    ended = drain(writer.options(**oracle.options).option("checkpointLocation", str(oracle.new_folder("join"))))
     found = spark.read.parquet(place).collect()
-    assert len(found) == dropped_by_spark(feed, oracle, joined, "append")
+    assert len(found) == reported(ended) == dropped_by_spark(feed, oracle, joined, "append")
     assert Counter(row._side for row in found) == Counter("left" if row.id is not None else "right" for row in found)
     for row in found:
         came = ALL[row.id if row._side == "left" else row.other]

@@ -71,7 +71,7 @@ class StateOperators:
             "allRemovalsTimeMs": 0,
             "commitTimeMs": figures.get("durationMs", {}).get("commit", 0),
             "memoryUsedBytes": total(held, "bytes"),
-            "numRowsDroppedByWatermark": 0,
+            "numRowsDroppedByWatermark": sum(e["rows"] for e in figures.get("droppedRows", ()) if e["stage"] == number),
             "numShufflePartitions": parallelism.get(number, 0),
             "numStateStoreInstances": parallelism.get(number, 0),
             "customMetrics": _variable_metrics(stage) if isinstance(stage, ProcessStage) else {},

@@ -19,11 +19,13 @@ class ChangeFigures:
         self._answers[worker] = answer
 
     def report(self, workers: Iterable[WorkerId], bytes_written: int) -> dict[str, Any]:
-        """Changes in all, and by state variable: how many entries were set, and how many removed."""
+        """Changes in all; by state variable, how many entries were set and removed; by stage, late rows."""
         answers = [self._answers[worker] for worker in workers if worker in self._answers]
         put: Counter[tuple[int, str]] = Counter()
         removed: Counter[tuple[int, str]] = Counter()
+        late: Counter[int] = Counter()
         for answer in answers:
+            late.update(dict(answer.get("late", ())))
             for stage, variable, rows_put, rows_removed in answer.get("variables", ()):
                 put[stage, variable] += rows_put
                 removed[stage, variable] += rows_removed
@@ -34,4 +36,5 @@ class ChangeFigures:
                 {"stage": stage, "variable": variable, "put": rows, "removed": removed[stage, variable]}
                 for (stage, variable), rows in sorted(put.items())
             ],
+            "droppedRows": [{"stage": stage, "rows": rows} for stage, rows in sorted(late.items()) if rows],
         }

@@ -40,6 +40,9 @@ class NoState:
         expired = {each.variable: self._stage.layouts[each.variable].rows.empty_table() for each in expiries}
         return Answers(found=dict(self.read(keys)), rest={}, expired=expired)
 
+    def note_late(self, rows: int) -> None:
+        """There is no watermark, and nothing is late."""
+
     def write(self, changes: Mapping[str, pa.Table]) -> None:
         """A task reads once, before it writes: what it writes, nobody asks for again."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import pyarrow as pa
@@ -25,6 +25,15 @@ class StageState(Protocol):
         """As `read`, and in the same exchange the rows of the partition that are due (schema ``layout.rows``)."""
         ...
 
+    def note_late(self, rows: int) -> None:
+        """So many rows came too late and were dropped. Before the write."""
+        ...
+
     def write(self, changes: Mapping[str, pa.Table]) -> None:
         """Stages the changes of the task (schema ``layout.changes``), by state variable."""
         ...
+
+
+def note_dropped(state: StageState, arrived: Iterable[pa.RecordBatch], timely: Iterable[pa.RecordBatch]) -> None:
+    """Of the rows that arrived, those that are not timely have been dropped."""
+    state.note_late(sum(batch.num_rows for batch in arrived) - sum(batch.num_rows for batch in timely))

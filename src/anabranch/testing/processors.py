@@ -142,6 +142,9 @@ class _MemoryState:
             expired[expiry.variable] = rows.filter(EventTime(expiry.column, expiry.field).is_over(rows, expiry.up_to))
         return Answers(found=dict(self.read(keys)), rest={}, expired=expired)
 
+    def note_late(self, rows: int) -> None:
+        """Nobody asks for it here: what a processor drops is seen by what it does not give out."""
+
     def write(self, changes: Mapping[str, pa.Table]) -> None:
         self._staged = changes
 

@@ -152,6 +152,8 @@ class Write(EpochRequest):
     attempt: int
     chunk: int
     last: bool
+    #: Rows that the attempt has dropped because they came too late. One of the workers that it writes to is told.
+    late: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,6 +92,7 @@ class RoutedState:
         self._run = run
         self._partition = partition
         self._attempt = attempt
+        self._late_rows = 0
         self.groups = np.flatnonzero(access.partitions == partition)
 
     def read(self, keys: pa.Table) -> Tables:
@@ -112,6 +113,10 @@ class RoutedState:
             expired=_merge([part.expired for part in parts], ordered=False),
         )
 
+    def note_late(self, rows: int) -> None:
+        """So many rows came too late and were dropped: for the report about the epoch. Before the write."""
+        self._late_rows += rows
+
     def write(self, changes: Mapping[str, pa.Table]) -> None:
         """Stage all changes of this attempt and seal it, on every worker that owns a group of this partition."""
         routing = self._routing()
@@ -120,7 +125,12 @@ class RoutedState:
         for name, table in changes.items():
             for worker, rows in self._split(routing, involved, table):
                 shares[worker][name] = table if rows is None else table.take(rows)
-        self._on_each(involved, lambda worker: self._write_to(routing, worker, shares[worker]))
+        self._on_each(
+            involved,
+            lambda worker: self._write_to(
+                routing, worker, shares[worker], late=self._late_rows if worker == involved[0] else 0
+            ),
+        )
 
     def _ask(
         self,
@@ -162,7 +172,7 @@ class RoutedState:
             expired=_merge([part.expired for part in parts], ordered=False),
         )
 
-    def _write_to(self, routing: Routing, worker: int, changes: Tables) -> None:
+    def _write_to(self, routing: Routing, worker: int, changes: Tables, *, late: int) -> None:
         access = self._access
         messages = list(_messages(changes))
         for number, tables in enumerate(messages):
@@ -176,6 +186,7 @@ class RoutedState:
                 attempt=self._attempt,
                 chunk=number,
                 last=number == len(messages) - 1,
+                late=late if number == 0 else 0,
             )
             self._client(routing, worker).call(request, tables)
 

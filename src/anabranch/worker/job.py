@@ -49,6 +49,7 @@ class WorkerJob:
         self._staging = Staging()
         #: The chosen changes of the epoch that is prepared, by stage and variable.
         self._prepared: dict[Variable, pa.Table] = {}
+        self._prepared_late: dict[int, int] = {}
         self._prepared_by = RunId(Generation(0), requests.NO_RUN)
         #: Epochs that are part of the state and not durable yet, oldest first: each with its run and changes.
         self._deferred: list[tuple[Epoch, RunId, dict[Variable, pa.Table]]] = []
@@ -132,7 +133,7 @@ class WorkerJob:
             if request.chunk == 0:
                 staged = requests.Stage(**epoch, attempt=attempt, sealed=request.last)
                 self._carry_out(self._machine.handle(staged))
-                self._staging.begin(attempt, checked)
+                self._staging.begin(attempt, checked, request.late)
                 return {}
             # An attempt of an older run may have the same number: its pieces must not get among those of a newer one.
             self._carry_out(self._machine.handle(requests.ReportSeals(**epoch)))
@@ -160,6 +161,7 @@ class WorkerJob:
             for instruction in instructions:
                 if isinstance(instruction, requests.WriteChangeFiles):
                     self._prepared = self._staging.combined(instruction.attempts)
+                    self._prepared_late = self._staging.late(instruction.attempts)
                     self._prepared_by = instruction.run
                     self._defers = not request.durable
                     if request.durable:
@@ -167,7 +169,8 @@ class WorkerJob:
                         files += self._write_files(instruction.epoch, instruction.run, self._prepared)
             rows = sum(len(changes) for changes in self._prepared.values())
             variables = [[*variable, *_counts(changes)] for variable, changes in sorted(self._prepared.items())]
-        return {"files": files, "rows": rows, "variables": variables}
+            late = sorted(self._prepared_late.items())
+        return {"files": files, "rows": rows, "variables": variables, "late": late}
 
     def flush(self, request: messages.Flush) -> dict[str, Any]:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import pyarrow as pa
@@ -20,10 +21,13 @@ class Staging:
 
     def __init__(self) -> None:
         self._pieces: dict[StageAttempt, list[Tables]] = {}
+        #: Rows that an attempt has dropped because they came too late.
+        self._late: dict[StageAttempt, int] = {}
 
-    def begin(self, attempt: StageAttempt, tables: Tables) -> None:
+    def begin(self, attempt: StageAttempt, tables: Tables, late: int = 0) -> None:
         """The first piece; it replaces whatever the attempt has sent before."""
         self._pieces[attempt] = [tables]
+        self._late[attempt] = late
 
     def add(self, attempt: StageAttempt, number: int, tables: Tables) -> None:
         """A later piece. One that came before is as good."""
@@ -35,9 +39,18 @@ class Staging:
 
     def discard(self, attempt: StageAttempt) -> None:
         self._pieces.pop(attempt, None)
+        self._late.pop(attempt, None)
 
     def clear(self) -> None:
         self._pieces.clear()
+        self._late.clear()
+
+    def late(self, attempts: Iterable[StageAttempt]) -> dict[int, int]:
+        """The late rows of all these attempts, by stage."""
+        late: Counter[int] = Counter()
+        for attempt in attempts:
+            late[attempt.stage] += self._late.get(attempt, 0)
+        return dict(late)
 
     def combined(self, attempts: Iterable[StageAttempt]) -> dict[Variable, pa.Table]:
         """The changes of all these attempts to each variable."""

@@ -106,6 +106,7 @@ class TaskHarness:
         }
         self._epoch = 0
         self._written: Mapping[str, pa.Table] | None = None
+        self.late_rows = 0
 
     def epoch(
         self, rows: tuple[Sequence[Row], Sequence[Row]], watermark_ms: int | None, late_ms: int | None
@@ -133,6 +134,9 @@ class TaskHarness:
             over = EventTime(expiry.column, expiry.field).is_over(rows, expiry.up_to)
             expired[expiry.variable] = rows.filter(over)
         return Answers(found, {}, expired)
+
+    def note_late(self, rows: int) -> None:
+        self.late_rows += rows
 
     def write(self, changes: Mapping[str, pa.Table]) -> None:
         assert self._written is None

@@ -29,6 +29,7 @@ class WindowedState:
         self._width = len(self.layout.keys) + len(self.layout.subkey)
         #: By key and sub-key.
         self.rows: dict[Row, Row] = {}
+        self.late_rows = 0
 
     def ask(self, keys: pa.Table, *, rest: bool = False, expiries: Sequence[Expiry] = ()) -> Answers:
         asked = tuples(keys)
@@ -48,6 +49,9 @@ class WindowedState:
             rest={self.name: table_of(others, self.layout.rows)} if rest else {},
             expired=expired,
         )
+
+    def note_late(self, rows: int) -> None:
+        self.late_rows += rows
 
     def write(self, changes: Mapping[str, pa.Table]) -> None:
         touched: set[Row] = set()

@@ -33,6 +33,7 @@ class ModelState:
         #: By what stands for a key: the key.
         self.keys: dict[Key, Key] = {}
         self.reads: list[pa.Table] = []
+        self.late_rows = 0
         self.writes: list[Mapping[str, pa.Table]] = []
 
     def read(self, keys: pa.Table) -> Mapping[str, pa.Table]:
@@ -71,6 +72,9 @@ class ModelState:
         columns = list(zip(*rows, strict=True)) or [()] * len(layout.answers)
         arrays = [pa.array(c, field.type) for c, field in zip(columns, layout.answers, strict=True)]
         return pa.table(arrays, schema=layout.answers)
+
+    def note_late(self, rows: int) -> None:
+        self.late_rows += rows
 
     def write(self, changes: Mapping[str, pa.Table]) -> None:
         self.writes.append(changes)

@@ -212,7 +212,9 @@ class _MergeTask:
         if event_time is not None and epoch.late_watermark_ms is not None:
             # Keys that the watermark had passed before have been let go of, and must not come back.
             late = event_time.is_over(partials, epoch.late_watermark_ms * 1000)
-            partials = partials.filter(pc.invert(late))
+            timely = partials.filter(pc.invert(late))
+            state.note_late(len(partials) - len(timely))
+            partials = timely
         expiry = self._expiry(epoch)
         every = self.emits is Emits.ALL
         keys = partials.select(layout.keys.names)

@@ -26,6 +26,7 @@ from anabranch.operators.aggregate.stage import MAX_ROWS_PER_BATCH, as_changes
 from anabranch.operators.keys import key_name, nullable_field
 from anabranch.operators.matching import rows_of_other_keys
 from anabranch.operators.process.grouping import Groups, group_rows
+from anabranch.operators.state import note_dropped
 from anabranch.wire.routed import Answers, Expiry, RoutedState, StageAccess
 
 #: The state variable of the stage: the keys that have been seen.
@@ -55,7 +56,9 @@ class DedupTask:
         self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
     ) -> Iterator[pa.RecordBatch]:
         layout = self.spec.layouts[VARIABLE]
-        groups = group_rows(self._in_time(batches, epoch), self.spec.key)
+        timely = self._in_time(batches, epoch)
+        note_dropped(state, batches, timely)
+        groups = group_rows(timely, self.spec.key)
         expiry = self._expiry(layout, epoch)
         answers = Answers({}, {}, {})
         if len(groups.keys) or expiry is not None:

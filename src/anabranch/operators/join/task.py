@@ -17,6 +17,7 @@ from anabranch.operators.join.pairs import Numbers
 from anabranch.operators.join.predicate import LEFT, RIGHT, Operand, Place, Term, holds
 from anabranch.operators.join.sides import VARIABLES, JoinType, RowTime, Side
 from anabranch.operators.process.grouping import group_rows
+from anabranch.operators.state import note_dropped
 from anabranch.wire.routed import Answers, Expiry, RoutedState
 
 #: Rows of one batch that goes back to Spark.
@@ -40,7 +41,9 @@ class JoinTask:
     def __call__(
         self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
     ) -> Iterator[pa.RecordBatch]:
-        groups = group_rows(self._timely(batches, epoch), self.spec.key)
+        timely = self._timely(batches, epoch)
+        note_dropped(state, batches, timely)
+        groups = group_rows(timely, self.spec.key)
         key_of_row = np.repeat(np.arange(len(groups.keys)), np.diff(groups.offsets))
         expiries = self._expiries(epoch)
         something = len(groups.keys) or expiries

@@ -23,7 +23,7 @@ from anabranch.engine.tasks import run_in_tasks
 from anabranch.operators.keys import key_name, with_keys
 from anabranch.operators.process.initial import InitialState, UnitedRows
 from anabranch.operators.process.program import Program, TimeMode
-from anabranch.operators.state import StageState
+from anabranch.operators.state import StageState, note_dropped
 from anabranch.wire.routed import StageAccess
 
 _CLOCKS = {
@@ -170,6 +170,8 @@ class _ProcessTask:
         if self.united is not None:
             batches, initial = self.united.split(batches)
         if self.late is not None:
-            batches = self.late.dropped(batches, epoch.late_watermark_ms)
+            timely = self.late.dropped(batches, epoch.late_watermark_ms)
+            note_dropped(state, batches, timely)
+            batches = timely
         times = self.program.times(epoch.processing_time_ms, epoch.watermark_ms)
         return self.run(batches, self.program, state, times, initial)

@@ -137,7 +137,9 @@ class _SessionTask:
         end = EventTime(layout.value.names[0], "")
         if self.has_watermark and epoch.late_watermark_ms is not None:
             # Before anything is united: a late row does not get in because it touches a session that is not over.
-            partials = partials.filter(pc.invert(end.is_over(partials, epoch.late_watermark_ms * 1000)))
+            timely = partials.filter(pc.invert(end.is_over(partials, epoch.late_watermark_ms * 1000)))
+            state.note_late(len(partials) - len(timely))
+            partials = timely
         groups = group_rows(partials.to_batches(), self.spec.key)
         up_to = None if epoch.watermark_ms is None else epoch.watermark_ms * 1000
         expiries = []
