@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 
+from anabranch.core.errors import SettingsError
 from anabranch.engine import pythondaemon
 
 _SETTING = "spark.python.daemon.module"
@@ -51,10 +52,17 @@ def test_what_the_user_has_set_stays(spark: SparkSession, conf: Any) -> None:
     assert not any(pythondaemon.MODULE in parent for parent in parents_of_tasks(spark))
 
 
-def test_a_python_without_the_package_keeps_sparks_daemon(tmp_path: Path) -> None:
-    assert pythondaemon._can_import(sys.executable, os.environ.get("PYTHONPATH"))
+def test_a_python_without_the_package_is_refused(
+    spark: SparkSession, conf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "$@"\n')
     bare.chmod(0o755)
-    assert not pythondaemon._can_import(str(bare), None)
-    assert not pythondaemon._can_import(str(tmp_path / "nothing"), None)
+    for python in (bare, tmp_path / "nothing"):
+        monkeypatch.setattr(spark.sparkContext, "pythonExec", str(python))
+        with pytest.raises(SettingsError, match=f"PYSPARK_PYTHON={sys.executable}"):
+            pythondaemon.use_own_daemon(spark)
+    # Tasks may find it in a file that they are given; the daemon, which starts before, would not.
+    monkeypatch.setattr(spark.sparkContext, "_python_includes", ["anabranch.zip"])
+    pythondaemon.use_own_daemon(spark)
+    assert not conf.contains(_SETTING)

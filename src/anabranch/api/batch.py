@@ -16,6 +16,7 @@ from anabranch.api.grouped import GroupedStream, agg_text
 from anabranch.api.stream import REFUSED_METHODS, Stream
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.batches import Batch
+from anabranch.engine.pythondaemon import use_own_daemon
 from anabranch.engine.segments import Operation
 from anabranch.engine.stages import StatefulStage
 from anabranch.operators.process.stage import ProcessStage
@@ -99,6 +100,7 @@ class _GroupedBatch(GroupedStream):
     def _stateful(self, pipeline: Pipeline, stage: StatefulStage, sample: DataFrame) -> Stream:
         del sample
         assert isinstance(stage, ProcessStage | VectorisedStage)
+        use_own_daemon(self._sample.sparkSession)
         batch = Batch(stage.spec, stage.parallelism, time.time_ns() // 1_000_000)
         rows = stage.apply_to_batch(stage.project(self._sample), batch)
         return BatchStream(pipeline.with_batch(rows, stateful=True), rows)

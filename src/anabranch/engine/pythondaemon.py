@@ -1,13 +1,16 @@
-"""Which daemon Spark forks its Python task processes from: ours has imported what the tasks of a query need."""
+"""The Python that Spark runs tasks with: it must have this package, and it forks from a daemon that has loaded it."""
 
 from __future__ import annotations
 
 import logging
 import os
 import subprocess
+import sys
 from typing import Any
 
 from pyspark.sql import SparkSession
+
+from anabranch.core.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +24,7 @@ def use_own_daemon(spark: SparkSession) -> None:
     """Let task processes start from our daemon from now on, if Spark runs them on this machine, for this driver only.
 
     Executors elsewhere have settings of their own, from when they were started: only the user can set it there. What
-    the user has set stays.
+    the user has set stays. SettingsError if tasks here would not find this package at all.
     """
     jvm: Any = spark._jvm
     context = spark._jsc.sc()
@@ -30,12 +33,18 @@ def use_own_daemon(spark: SparkSession) -> None:
     conf = context.conf()
     if conf.contains(_SETTING):
         return
-    if _can_import(str(spark.sparkContext.pythonExec), jvm.System.getenv("PYTHONPATH")):
+    python = str(spark.sparkContext.pythonExec)
+    if _can_import(python, jvm.System.getenv("PYTHONPATH")):
         conf.set(_SETTING, MODULE)
+    elif not spark.sparkContext._python_includes:  # files that Spark gives to tasks may have it
+        raise SettingsError(
+            f"Spark runs the tasks of this session with {python!r}, which does not find the package anabranch. Start "
+            f"Python with the environment variable PYSPARK_PYTHON={sys.executable}, or activate its environment first."
+        )
 
 
 def _can_import(python: str, path: str | None) -> bool:
-    """Whether a daemon of that Python finds this package. It may have been given to Spark as a file, for tasks only."""
+    """Whether a daemon of that Python finds this package."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if path:
         environment["PYTHONPATH"] = path
