@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +22,17 @@ def _utc() -> Iterator[None]:
     time.tzset()
 
 
+def _home_of_spark(folder: Path) -> Path:
+    """Spark without its zipped Python packages: each Python process would compile them, rather than import its own."""
+    import pyspark
+
+    folder.mkdir()
+    for part in Path(pyspark.__file__).parent.iterdir():
+        if part.name != "python":
+            (folder / part.name).symlink_to(part)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory, _utc: None) -> "Iterator[SparkSession]":
     """A local Spark with two cores, which runs a failing task four times, as a cluster does."""
@@ -30,6 +42,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory, _utc: None) -> "Iterator[Spa
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYSPARK_PYTHON", sys.executable)
         patch.setenv("PYSPARK_DRIVER_PYTHON", sys.executable)
+        patch.setenv("SPARK_HOME", str(_home_of_spark(folder / "home")))
         session = (
             SparkSession.builder.master("local[2,4]")
             .appName("anabranch-tests")
