@@ -51,11 +51,12 @@ def spark(tmp_path_factory: pytest.TempPathFactory, _utc: None) -> "Iterator[Spa
             .config("spark.driver.memory", "2g")
             .config("spark.driver.host", "127.0.0.1")
             .config("spark.driver.bindAddress", "127.0.0.1")
-            # Queries here live for seconds: all of it is faster without the second compiler.
+            # Queries here live for seconds: all of it is faster without the second compiler. Without it, the JVM has
+            # room for 48 MiB of compiled code, which hundreds of queries fill, and then takes it away again and again.
             .config(
                 "spark.driver.extraJavaOptions",
-                "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xms1g -Xmn600m -Djdk.lang.Process.launchMechanism=VFORK "
-                f'-Duser.timezone=UTC "-Dderby.system.home={folder}"',
+                "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -XX:+UseSerialGC -Xms1g -Xmn600m "
+                f'-Djdk.lang.Process.launchMechanism=VFORK -Duser.timezone=UTC "-Dderby.system.home={folder}"',
             )
             # Hadoop starts a process for whatever it asks about a local file: ten for each file of a checkpoint,
             # thousands for a test, unless Spark writes it in this way, and no checksum beside it.
