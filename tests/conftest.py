@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,6 +27,17 @@ def _utc() -> Iterator[None]:
     time.tzset()
 
 
+def _home_of_spark(folder: Path) -> Path:
+    """Spark without its zipped Python packages: each Python process would compile them, rather than import its own."""
+    import pyspark
+
+    folder.mkdir()
+    for part in Path(pyspark.__file__).parent.iterdir():
+        if part.name != "python":
+            (folder / part.name).symlink_to(part)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory, _utc: None) -> "Iterator[SparkSession]":
     """A local Spark with two cores, which runs a failing task four times, as a cluster does."""
@@ -35,6 +47,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory, _utc: None) -> "Iterator[Spa
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYSPARK_PYTHON", sys.executable)
         patch.setenv("PYSPARK_DRIVER_PYTHON", sys.executable)
+        patch.setenv("SPARK_HOME", str(_home_of_spark(folder / "home")))
         session = (
             SparkSession.builder.master("local[2,4]")
             .appName("anabranch-tests")
@@ -43,11 +56,20 @@ def spark(tmp_path_factory: pytest.TempPathFactory, _utc: None) -> "Iterator[Spa
             .config("spark.driver.memory", "2g")
             .config("spark.driver.host", "127.0.0.1")
             .config("spark.driver.bindAddress", "127.0.0.1")
-            # Queries here live for seconds: all of it is faster without the second compiler.
+            # Queries here live for seconds: all of it is faster without the second compiler. Without it, the JVM has
+            # room for 48 MiB of compiled code, which hundreds of queries fill, and then takes it away again and again.
             .config(
                 "spark.driver.extraJavaOptions",
-                f'-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Duser.timezone=UTC "-Dderby.system.home={folder}"',
+                "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -XX:+UseSerialGC -Xms1g -Xmn600m "
+                f'-Djdk.lang.Process.launchMechanism=VFORK -Duser.timezone=UTC "-Dderby.system.home={folder}"',
             )
+            # Hadoop starts a process for whatever it asks about a local file: ten for each file of a checkpoint,
+            # thousands for a test, unless Spark writes it in this way, and no checksum beside it.
+            .config(
+                "spark.sql.streaming.checkpointFileManagerClass",
+                "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager",
+            )
+            .config("spark.sql.streaming.checkpoint.fileChecksum.enabled", False)
             .config("spark.local.dir", str(folder / "local"))
             .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
             .config("spark.sql.shuffle.partitions", 2)

@@ -51,6 +51,7 @@ def main() -> None:
     options = parser.parse_args()
     builder = SparkSession.builder.master("local[2,4]").config("spark.ui.enabled", False)
     builder = builder.config("spark.ui.showConsoleProgress", False).config("spark.sql.shuffle.partitions", 2)
+    builder = builder.config("spark.driver.extraJavaOptions", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
     spark = builder.config("spark.local.dir", str(options.folder / "local")).getOrCreate()
     spark.sparkContext.setLogLevel("OFF")
     writer = counted(epochs_from(spark, options.folder / "input"))

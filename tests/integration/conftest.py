@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from oracle import Oracle, external_worker
 from pyspark.sql import SparkSession
 from streams import EpochFeed
 
+import anabranch
 from anabranch.control.coordinator import Coordinator
 from anabranch.core.epoch_events import SealsReported
 
@@ -50,3 +52,21 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> Attempts:
 
     monkeypatch.setattr(Coordinator, "_ask", record)
     return seen
+
+
+@pytest.fixture
+def enabled(spark: SparkSession) -> Iterator[SparkSession]:
+    """A session whose stateful queries are ours."""
+    spark.conf.set("spark.anabranch.workers", "1")
+    anabranch.enable(spark)
+    yield spark
+    anabranch.disable(spark)
+    spark.conf.unset("spark.anabranch.workers")
+
+
+@pytest.fixture
+def feed(spark: SparkSession, tmp_path: Path, request: pytest.FixtureRequest) -> EpochFeed:
+    """The EPOCHS of the test's own module, of keys and numbers."""
+    feed = EpochFeed(spark, tmp_path / "input", "k string, v bigint")
+    feed.add(*request.module.EPOCHS)
+    return feed

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from oracle import Oracle, names_and_types
+from oracle import Oracle, Result, differences, names_and_types
 from pyspark.errors import StreamingQueryException
-from pyspark.sql import Column, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from streams import EpochFeed
 
@@ -74,19 +74,6 @@ KEYS: dict[str, tuple[str, list[Any], Values]] = {
 }
 
 
-def few_examples(count: int) -> settings:
-    """Each example is a run of both engines, so there are few of them, and none is made smaller."""
-    checks = list(HealthCheck)
-    return settings(
-        max_examples=count,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=checks,
-    )
-
-
 class Epochs(list[list[tuple[Any, ...]]]):
     """Lists of rows, too many to be shown when a test fails."""
 
@@ -103,6 +90,26 @@ def epochs_of(draw: st.DrawFn, columns: list[tuple[list[Any], Values]], epochs: 
         [tuple(None if chance.random() < 0.12 else chance.choice(pool) for pool in pools) for _ in range(size)]
         for size in [draw(st.integers(20, 50)) for _ in range(epochs)]
     )
+
+
+def few_examples_of(values: st.SearchStrategy[Epochs], count: int) -> list[Epochs]:
+    """The first examples: each is run by both engines, so there are few of them, and none is made smaller."""
+    found: list[Epochs] = []
+
+    @settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(values)
+    def draw(epochs: Epochs) -> None:
+        found.append(epochs)
+
+    draw()
+    return found
 
 
 @pytest.fixture
@@ -132,39 +139,61 @@ def all_aggregates() -> list[Column]:
 @pytest.mark.parametrize("mode", ["update", pytest.param("complete", marks=pytest.mark.slow)])
 def test_every_aggregate_of_every_type(spark: SparkSession, oracle: Oracle, mode: str) -> None:
     columns = [([], st.integers(0, 5)), *(([], values) for _, values in VALUES.values())]
-
-    @few_examples(2)
-    @given(epochs_of(columns))
-    def check(epochs: Epochs) -> None:
-        feed = feed_of(spark, oracle, {"k": "int", **{name: kind for name, (kind, _) in VALUES.items()}}, *epochs)
-        native = oracle.check(lambda rows: rows.groupBy("k").agg(*all_aggregates()), feed, mode)
-        assert len(native.epochs) == 3
-
-    check()
+    kinds = {"example": "int", "k": "int", **{name: kind for name, (kind, _) in VALUES.items()}}
+    examples = few_examples_of(epochs_of(columns), 2)
+    feed = feed_of(spark, oracle, kinds)
+    feed.add(*[[(i, *row) for i, rows in enumerate(epoch) for row in rows] for epoch in zip(*examples, strict=True)])
+    native = oracle.check(lambda rows: rows.groupBy("example", "k").agg(*all_aggregates()), feed, mode)
+    assert len(native.epochs) == 3
 
 
 @pytest.fixture(scope="module")
-def keyed_feed(spark: SparkSession, oracle: Oracle) -> EpochFeed:
+def keyed_epochs() -> list[list[tuple[Any, ...]]]:
     """Epochs of rows with a column for each kind of key."""
-    found: list[Epochs] = []
+    columns = [*((fixed, values) for _, fixed, values in KEYS.values()), ([], st.integers(-9, 9))]
+    one, two = few_examples_of(epochs_of(columns), 2)
+    return [a + b for a, b in zip(one, two, strict=True)]
 
-    @few_examples(2)
-    @given(epochs_of([*((fixed, values) for _, fixed, values in KEYS.values()), ([], st.integers(-9, 9))]))
-    def draw(epochs: Epochs) -> None:
-        found.append(epochs)
 
-    draw()
-    columns = {**{name: kind for name, (kind, _, _) in KEYS.items()}, "v": "long"}
-    return feed_of(spark, oracle, columns, *[a + b for a, b in zip(*found, strict=True)])
+KEYED = {**{name: kind for name, (kind, _, _) in KEYS.items()}, "v": "long"}
+
+
+@pytest.fixture(scope="module")
+def keyed_feed(spark: SparkSession, oracle: Oracle, keyed_epochs: list[list[tuple[Any, ...]]]) -> EpochFeed:
+    return feed_of(spark, oracle, KEYED, *keyed_epochs)
 
 
 def tallied(*keys: Any) -> Callable[[Any], Any]:
     return lambda rows: rows.groupBy(*keys).agg(F.count("*").alias("n"), F.sum("v"), F.min("string"))
 
 
+@pytest.fixture(scope="module")
+def rows_so_far(spark: SparkSession, keyed_epochs: list[list[tuple[Any, ...]]]) -> DataFrame:
+    """For each epoch all rows up to it, and of which epoch each is: what a stream has seen, without running one."""
+    rows = [
+        (number, epoch, *row)
+        for number in range(len(keyed_epochs))
+        for epoch in range(number + 1)
+        for row in keyed_epochs[epoch]
+    ]
+    ddl = ", ".join(f"`{name}` {kind}" for name, kind in {"seen_in": "int", "epoch": "int", **KEYED}.items())
+    return spark.createDataFrame(rows, ddl).cache()
+
+
 @pytest.mark.parametrize("kind", KEYS)
-def test_keys_of_every_type(oracle: Oracle, keyed_feed: EpochFeed, kind: str) -> None:
-    native = oracle.check(tallied(kind), keyed_feed)
+def test_keys_of_every_type(oracle: Oracle, keyed_feed: EpochFeed, rows_so_far: DataFrame, kind: str) -> None:
+    ours = oracle.ours(tallied(kind), keyed_feed.stream())
+    totals = rows_so_far.groupBy("seen_in", kind).agg(
+        F.count("*").alias("n"), F.sum("v"), F.min("string"), F.max("epoch").alias("last")
+    )
+    changed = totals.where("last = seen_in").drop("last")
+    expected: dict[int, list[Any]] = {number: [] for number in ours.epochs}
+    for number, *row in changed.collect():
+        expected[number].append(tuple(row))
+    native = Result(expected, [names_and_types(changed.schema)[1:]])
+    assert ours.schemas == native.schemas
+    assert not differences(native, ours), "\n".join(differences(native, ours))
+    assert len(native.epochs) == 3
     assert any(row[0] is None for row in native.epochs[0])
 
 

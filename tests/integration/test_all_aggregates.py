@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,13 +37,14 @@ COLUMNS = {
     "kll": "binary",
 }
 DDL = ", ".join(f"`{name}` {kind}" for name, kind in COLUMNS.items())
+Columns = Callable[[], list[Column]]
 _DOUBLES = [0.0, -0.0, 1.5, -2.25, 8.125, 100.0, 3.0]
 _ODD = [0.0, math.nan, 1.0]
 
 
 @pytest.fixture(scope="module")
 def epochs(spark: SparkSession) -> list[list[tuple[Any, ...]]]:
-    """Rows of few keys; of "nothing" all values are null, and "late" comes in the last two epochs only."""
+    """Rows of few keys; of "nothing" all values are null, and "late" comes in the last epoch only."""
     sketches = [
         spark.range(first, first + 40).selectExpr(
             "hll_sketch_agg(id)", "theta_sketch_agg(id, 8)", "kll_sketch_agg_double(cast(id as double))"
@@ -65,7 +67,7 @@ def epochs(spark: SparkSession) -> list[list[tuple[Any, ...]]]:
         )  # fmt: skip
         return key, *(None if key == "nothing" or chance.random() < 0.1 else value for value in values)
 
-    return [[row(100 * epoch + number, epoch) for number in range(36)] for epoch in range(4)]
+    return [[row(100 * epoch + number, epoch) for number in range(48)] for epoch in range(3)]
 
 
 def exact() -> list[Column]:
@@ -138,44 +140,54 @@ def synopses() -> list[Column]:
     ]  # fmt: skip
 
 
-def check(
-    spark: SparkSession, oracle: Oracle, epochs: list[list[tuple[Any, ...]]], query: Callable[[Any], Any], mode: str
-) -> None:
-    """Ours stops after two epochs, and goes on from its checkpoint. Spark takes all rows so far at once.
+@pytest.fixture(scope="module")
+def spark_gives(spark: SparkSession, epochs: list[list[tuple[Any, ...]]]) -> Callable[[Columns], Result]:
+    """What Spark makes of all rows up to each epoch, in one query for all epochs.
 
     Not as a stream, because Spark's streams refuse aggregates over distinct values.
     """
+
+    @cache
+    def result(columns: Columns) -> Result:
+        rows = [(number, *row) for number in range(len(epochs)) for epoch in epochs[: number + 1] for row in epoch]
+        found = spark.createDataFrame(rows, f"epoch int, {DDL}").groupBy("epoch", "k").agg(*columns())
+        of_epochs: dict[int, list[Any]] = {number: [] for number in range(len(epochs))}
+        for epoch, *row in found.collect():
+            of_epochs[epoch].append(tuple(row))
+        return Result(of_epochs, [names_and_types(found.schema)[1:]])
+
+    return result
+
+
+@pytest.mark.parametrize(
+    ("columns", "mode"), [(exact, "update"), (exact, "complete"), (computed, "update"), (synopses, "complete")]
+)
+def test_aggregates(
+    spark: SparkSession,
+    oracle: Oracle,
+    epochs: list[list[tuple[Any, ...]]],
+    spark_gives: Callable[[Columns], Result],
+    columns: Columns,
+    mode: str,
+) -> None:
+    """Ours stops after two epochs, and goes on from its checkpoint."""
     feed = EpochFeed(spark, oracle.new_folder("input") / "files", DDL)
     checkpoint = oracle.new_folder("ours")
-    ours, native = Result(), Result()
+    ours = Result()
     for part in (epochs[:2], epochs[2:]):
         feed.add(*part)
-        stream = query(anabranch.stream(feed.stream()))
+        stream = anabranch.stream(feed.stream()).groupBy("k").agg(*columns())
         found = run(stream.writeStream.options(**oracle.options), checkpoint, mode)
         ours.epochs.update(found.epochs)
         assert found.schemas == [names_and_types(stream.schema)]
         ours.schemas = found.schemas
-    for number, rows in enumerate(epochs):
-        so_far = spark.createDataFrame([row for epoch in epochs[: number + 1] for row in epoch], feed.schema)
-        keys = {row[0] for row in rows}
-        native(query(so_far), number)
-        if mode == "update":
-            native.epochs[number] = [row for row in native.epochs[number] if row["k"] in keys]
+    native = spark_gives(columns)
+    if mode == "update":
+        keys = [{row[0] for row in rows} for rows in epochs]
+        shown = {epoch: [row for row in rows if row[0] in keys[epoch]] for epoch, rows in native.epochs.items()}
+        native = Result(shown, native.schemas)
     assert ours.schemas == native.schemas
     assert not differences(native, ours), "\n".join(differences(native, ours))
-
-
-@pytest.mark.parametrize("mode", ["update", "complete"])
-def test_exact_aggregates(spark: SparkSession, oracle: Oracle, epochs: list[Any], mode: str) -> None:
-    check(spark, oracle, epochs, lambda rows: rows.groupBy("k").agg(*exact()), mode)
-
-
-def test_expressions_of_aggregates(spark: SparkSession, oracle: Oracle, epochs: list[Any]) -> None:
-    check(spark, oracle, epochs, lambda rows: rows.groupBy("k").agg(*computed()), "update")
-
-
-def test_synopses_of_few_values(spark: SparkSession, oracle: Oracle, epochs: list[Any]) -> None:
-    check(spark, oracle, epochs, lambda rows: rows.groupBy("k").agg(*synopses()), "complete")
 
 
 def test_first_and_last_are_of_the_first_and_last_epoch(spark: SparkSession, oracle: Oracle) -> None:

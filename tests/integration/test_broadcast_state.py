@@ -1,5 +1,7 @@
 """Broadcast tables: every task of an epoch sees the same version, also when it is repeated, restarted or rescaled."""
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -57,6 +59,7 @@ class Job:
 
     def __init__(self, spark: SparkSession, folder: Path) -> None:
         self.folder = folder
+        self.checkpoint = folder / "checkpoint"
         self.rules = EpochFeed(spark, folder / "rules", RULES)
         self.rows = EpochFeed(spark, folder / "rows", ROWS)
         self.output: list[Row] = []
@@ -73,7 +76,7 @@ class Job:
         writer = build(stream.withBroadcast(rules=table), table).writeStream.outputMode("update")
         writer = writer.lateRows(self._take_late) if late else writer
         writer = writer.foreachBatch(self._take).option("anabranch.controlPort", -1).options(**options)
-        self.query = writer.option("checkpointLocation", str(self.folder / "checkpoint")).start()
+        self.query = writer.option("checkpointLocation", str(self.checkpoint)).start()
 
     def _take(self, rows: DataFrame, epoch: int) -> None:
         del epoch
@@ -154,6 +157,98 @@ def test_a_processor_sees_one_version_in_each_epoch_whatever_happens(job: Job, m
 def _fails(self: Coordinator, epoch: int) -> Any:
     del self, epoch
     raise RuntimeError("crashed before the commit")
+
+
+class Ledger(StatefulProcessor):
+    """Adds up what the rules in force say of each row, so that a wrong version of the table is never forgotten."""
+
+    def init(self, handle: StatefulProcessorHandle) -> None:
+        self._total = handle.getValueState("total", "total long")
+        self._rules = handle.getBroadcast("rules")  # type: ignore[attr-defined]
+
+    def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Row]:
+        del timerValues
+        found = self._rules.get(key[0])
+        total = self._total.get()[0] if self._total.exists() else 0
+        for number in sorted(each.id for each in rows):
+            total += -1 if found is None else found.most
+            yield Row(id=number, rules=len(self._rules), total=total)
+        self._total.update((total,))
+
+    def close(self) -> None:
+        pass
+
+
+def booked(stream: Any, table: Any) -> Any:
+    del table
+    grouped = stream.stage("ledger").groupBy("k")
+    return grouped.transformWithState(Ledger(), "id long, rules long, total long", "update", "none")
+
+
+#: What comes for the table before the rows of each step.
+CHANGES = [
+    [rule("a", 10), rule("b", 500)],
+    [rule("a", 11), rule("e", 3000)],
+    [rule("b", None, delete=True), rule("c", 70)],
+    [],
+    [rule("a", None, delete=True), rule("b", 20), rule("e", 4000)],
+    [rule("d", 100_000), rule("c", 71)],
+]
+
+
+def kill_workers(job: Job, count: int) -> None:
+    for worker in job.query.workers()[:count]:
+        os.kill(worker["pid"], signal.SIGKILL)
+
+
+def rescale_and_kill(job: Job) -> None:
+    """While state is on its way, if it has not arrived yet."""
+    job.query.rescale(workers=3, parallelism=2)
+    kill_workers(job, 1)
+
+
+def start_from_a_savepoint(job: Job) -> None:
+    assert [repair for _, report in job.query.epoch_reports() for repair in report["repairs"]], "no kill was noticed"
+    job.query.savepoint(str(job.folder / "savepoint"))
+    job.stop()
+    job.checkpoint = job.folder / "forked"
+    options = {"savepoint": str(job.folder / "savepoint"), "workers": 1, "store": "rocksdb", "parallelism": 3}
+    job.start(booked, **{f"anabranch.{name}": value for name, value in options.items()})
+
+
+#: Before the steps of these numbers.
+DISTURBANCES = {
+    1: lambda job: job.query.rescale(workers=3, parallelism=4).wait(60),
+    2: lambda job: kill_workers(job, 1),
+    3: lambda job: kill_workers(job, 3),
+    4: start_from_a_savepoint,
+    5: rescale_and_kill,
+}
+
+
+def test_killed_workers_rescales_and_a_savepoint_change_nothing(spark: SparkSession, tmp_path: Path) -> None:
+    quiet, disturbed = (Job(spark, tmp_path / name) for name in ("quiet", "disturbed"))
+    try:
+        for job in (quiet, disturbed):
+            job.start(booked, **{"anabranch.workers": 2})
+        for number, changes in enumerate(CHANGES):
+            if number in DISTURBANCES:
+                DISTURBANCES[number](disturbed)
+            rows = [row(100 * number + i, k) for i, k in enumerate("abcdefghab")]
+            for job in (quiet, disturbed):
+                if changes:
+                    job.rules.add(changes)
+                job.rows.add(rows)
+            expected = quiet.after()
+            assert len(expected) == len(rows)
+            assert disturbed.after() == expected, f"step {number}"
+        for stage, variable in (("tables", "rules"), ("ledger", "total")):
+            found, wanted = (sorted(job.query.state(stage, variable).collect()) for job in (disturbed, quiet))
+            assert found == wanted, stage
+            assert len(wanted) > 3
+    finally:
+        quiet.stop()
+        disturbed.stop()
 
 
 def test_joins_and_functions_read_tables_in_columns(job: Job) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +22,6 @@ EPOCHS = [
     [("c", 4), ("a", -5)],
     [("b", 6), ("b", 7), (None, 8)],
 ]
-
-
-@pytest.fixture
-def feed(spark: SparkSession, tmp_path: Path) -> EpochFeed:
-    feed = EpochFeed(spark, tmp_path / "input", "k string, v bigint")
-    feed.add(*EPOCHS)
-    return feed
-
-
-@pytest.fixture
-def enabled(spark: SparkSession) -> Iterator[SparkSession]:
-    spark.conf.set("spark.anabranch.workers", "1")
-    anabranch.enable(spark)
-    yield spark
-    anabranch.disable(spark)
-    spark.conf.unset("spark.anabranch.workers")
 
 
 def program(feed: EpochFeed, folder: Path) -> tuple[Any, Collector]:

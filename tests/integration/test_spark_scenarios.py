@@ -22,22 +22,6 @@ import anabranch
 EPOCHS = [[("a", 1), ("b", 2), ("a", 3)], [("c", 4), ("a", 5)]]
 
 
-@pytest.fixture
-def enabled(spark: SparkSession) -> Iterator[SparkSession]:
-    spark.conf.set("spark.anabranch.workers", "1")
-    anabranch.enable(spark)
-    yield spark
-    anabranch.disable(spark)
-    spark.conf.unset("spark.anabranch.workers")
-
-
-@pytest.fixture
-def feed(spark: SparkSession, tmp_path: Path) -> EpochFeed:
-    feed = EpochFeed(spark, tmp_path / "input", "k string, v bigint")
-    feed.add(*EPOCHS)
-    return feed
-
-
 class Noting(StreamingQueryListener):
     """Keeps what Spark says about queries."""
 

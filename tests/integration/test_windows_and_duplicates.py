@@ -1,9 +1,9 @@
 """Append mode, sessions and de-duplication under a watermark: the rows that Spark gives, and state that goes."""
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from streams import EpochFeed
 
 import anabranch
 from anabranch.core.errors import UnsupportedError
+from sidebyside import rows_of, side_by_side
 
 START = datetime(2026, 1, 1)
 Query = Callable[[Any], Any]
@@ -97,17 +98,24 @@ def test_the_same_rows_in_the_same_epochs_as_spark(oracle: Oracle, feed: EpochFe
     assert len(expected) > 3
 
 
+#: By the name of their first stateful stage.
+APPENDED = {"windows": windows_of_windows, "sessions": sessions, "first": first_within_watermark}
+
+
+def appended(rows: Any) -> Any:
+    starts = {name: rows.stage(name) if isinstance(rows, anabranch.Stream) else rows for name in APPENDED}
+    return side_by_side({name: query(starts[name]) for name, query in APPENDED.items()})
+
+
+def counted(rows: Any) -> Any:
+    return side_by_side({"counted": distinct_counted(rows)})
+
+
 @pytest.mark.parametrize(
-    ("query", "mode"),
-    [
-        (windows_of_windows, "append"),
-        (sessions, "append"),
-        (first_within_watermark, "append"),
-        (distinct_counted, "update"),
-    ],
+    ("query", "mode", "stages"), [(appended, "append", APPENDED), (counted, "update", {5: distinct_counted})]
 )
 def test_a_restart_changes_nothing_and_state_goes_with_the_watermark(
-    spark: SparkSession, oracle: Oracle, query: Query, mode: str
+    spark: SparkSession, oracle: Oracle, query: Query, mode: str, stages: dict[str | int, Query]
 ) -> None:
     place = oracle.new_folder("restarted")
     some = EpochFeed(spark, place / "input", SCHEMA)
@@ -127,18 +135,14 @@ def test_a_restart_changes_nothing_and_state_goes_with_the_watermark(
     running = writer.trigger(processingTime="0 seconds").start()
     try:
         running.processAllAvailable()
-        number = 2 if query is not distinct_counted else 5
-        kept = [row["k"] for row in running.state(number).collect()]
+        kept = {stage: {row["k"] for row in running.state(stage).collect()} for stage in stages}
     finally:
         running.stop()
-    assert all_rows(result) == all_rows(native)
-    assert sum(all_rows(native).values()) > 10
-    assert kept
-    assert set(kept) == {"z"}
-
-
-def all_rows(result: Result) -> Counter[str]:
-    return sum(result.by_epoch().values(), Counter())
+    assert kept == {stage: {"z"} for stage in stages}
+    for name in APPENDED if query is appended else ["counted"]:
+        expected, found = (rows_of(name, list(chain(*each.epochs.values()))) for each in (native, result))
+        assert found == expected, name
+        assert sum(expected.values()) > 10, name
 
 
 @pytest.mark.parametrize(

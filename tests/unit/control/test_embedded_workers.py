@@ -16,7 +16,7 @@ import pytest
 
 from anabranch.control import launcher
 from anabranch.control import nursery as nursery_module
-from anabranch.control.launcher import EmbeddedWorkers
+from anabranch.control.launcher import EmbeddedWorkers, WorkerAddress
 from anabranch.control.nursery import Child, Nursery
 from anabranch.core.errors import WorkerError
 from anabranch.wire.client import WorkerClient
@@ -54,6 +54,13 @@ class SlowNursery(Nursery):
         self.has_started.set()
         assert self.may_return.wait(60)
         return child
+
+
+def kill(workers: EmbeddedWorkers, worker: WorkerAddress) -> None:
+    """End a worker, and see that this is noticed."""
+    os.kill(worker.pid, signal.SIGKILL)
+    assert workers._processes[worker.worker].wait(10)
+    assert workers.exited() == {worker.worker}
 
 
 def test_workers_are_ready_when_they_are_started_and_gone_when_they_are_stopped(tmp_path: Path) -> None:
@@ -144,9 +151,7 @@ def test_workers_outlive_their_nursery_and_new_ones_get_another() -> None:
         nursery._process.wait()
         assert workers.exited() == frozenset()
         (second,) = workers.start(1)
-        os.kill(first.pid, signal.SIGKILL)
-        assert workers._processes[first.worker].wait(10)
-        assert workers.exited() == {first.worker}
+        kill(workers, first)
         assert psutil.pid_exists(second.pid)
     finally:
         workers.stop()
@@ -215,9 +220,7 @@ def test_a_nursery_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyP
         (first,) = workers.start(1)
         assert nursery._process is not None
         os.kill(nursery._process.pid, signal.SIGSTOP)
-        os.kill(first.pid, signal.SIGKILL)
-        assert workers._processes[first.worker].wait(10)
-        assert workers.exited() == {first.worker}
+        kill(workers, first)
         (second,) = workers.start(1)
         assert psutil.pid_exists(second.pid)
     finally:

@@ -1,9 +1,10 @@
-"""What tests of the stores may ask for: a Redis, started once, and a store of the kind that is being tested."""
+"""What tests of the workers may ask for: a Redis, started once, a store of each kind, and real workers in a job."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from state_workers import Driver, MakeDriver, making
 
 from anabranch.core.schemas import Layout
 from anabranch.worker.stores import Store, open_store
@@ -34,3 +35,19 @@ def open_kind(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Call
         return open_store(kind, layout, key_groups, tmp_path / "db")
 
     return opened
+
+
+@pytest.fixture(params=["memory", "rocksdb"])
+def store(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeDriver]:
+    with making(tmp_path) as make:
+        yield make
+
+
+@pytest.fixture
+def two(make: MakeDriver) -> Driver:
+    return make("a", "b")

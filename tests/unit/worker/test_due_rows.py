@@ -1,29 +1,16 @@
 """Rows that are due, asked of real workers, also while their key groups are on their way to another owner."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from keyed_state import KEY_GROUPS, KEYS, STAGE, Entries, entries, group_of, keys_table
-from state_workers import Driver, MakeDriver, fell_back, making, owned_by
+from state_workers import Driver, MakeDriver, fell_back, owned_by
 
 from anabranch.wire import messages
 from anabranch.wire.routed import EXPIRED
 
 EVEN = frozenset(range(0, KEY_GROUPS, 2))
 LATER = 1_000_000
-
-
-@pytest.fixture(params=["memory", "rocksdb"])
-def store(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakeDriver]:
-    with making(tmp_path) as make:
-        yield make
 
 
 def asked(driver: Driver, up_to: int, *, whole: bool = True, variable: str = "total", column: str = "n") -> set[Any]:

@@ -1,33 +1,16 @@
 """What workers bring in the background, how they are paced, what they report, and what they let go of afterwards."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 
 import pytest
 from keyed_state import KEY_GROUPS, KEYS, KEYS_OF_GROUP, Entries, entries, group_of
-from state_workers import Driver, MakeDriver, making, owned_by, wait_until
+from state_workers import Driver, MakeDriver, owned_by, wait_until
 
 from anabranch.core.errors import WorkerError
 from anabranch.wire import messages
 
 EVEN, ODD = frozenset(range(0, KEY_GROUPS, 2)), frozenset(range(1, KEY_GROUPS, 2))
-
-
-@pytest.fixture(params=["memory", "rocksdb"])
-def store(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakeDriver]:
-    with making(tmp_path) as make:
-        yield make
-
-
-@pytest.fixture
-def two(make: MakeDriver) -> Driver:
-    return make("a", "b")
 
 
 def count_rows(model: Mapping[str, Entries]) -> int:

@@ -1,13 +1,12 @@
 """What goes wrong while key groups change owners: workers that die, drivers that are replaced, requests that cross."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 from keyed_state import KEY_GROUPS, KEYS, entries, group_of, keys_table
-from state_workers import TOKEN, Driver, MakeDriver, Worker, changed, fell_back, making, owned_by, wait_until
+from state_workers import TOKEN, Driver, MakeDriver, Worker, changed, fell_back, owned_by, wait_until
 
 from anabranch.control.launcher import EmbeddedWorkers
 from anabranch.core.errors import AnabranchError, CheckpointError
@@ -15,17 +14,6 @@ from anabranch.wire import messages
 from anabranch.wire.client import WorkerClient
 
 EVEN, ODD = frozenset(range(0, KEY_GROUPS, 2)), frozenset(range(1, KEY_GROUPS, 2))
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakeDriver]:
-    with making(tmp_path) as make:
-        yield make
-
-
-@pytest.fixture
-def two(make: MakeDriver) -> Driver:
-    return make("a", "b")
 
 
 # ---------------------------------------------------------------------------------------- workers that die

@@ -1,32 +1,13 @@
 """Real workers whose key groups change owners while epochs run: every key is, at every moment, what it should be."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from keyed_state import KEY_GROUPS, KEYS, KEYS_OF_GROUP, Entries, entries, from_answers, group_of, hash_of, keys_table
-from state_workers import Driver, MakeDriver, changed, fell_back, making, owned_by
+from state_workers import Driver, MakeDriver, changed, fell_back, owned_by
 
 from anabranch.core.errors import EpochError, FencedError, WorkerError
 from anabranch.wire import messages
 
 EVEN, ODD = frozenset(range(0, KEY_GROUPS, 2)), frozenset(range(1, KEY_GROUPS, 2))
-
-
-@pytest.fixture(params=["memory", "rocksdb"])
-def store(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakeDriver]:
-    with making(tmp_path) as make:
-        yield make
-
-
-@pytest.fixture
-def two(make: MakeDriver) -> Driver:
-    return make("a", "b")
 
 
 def test_every_key_group_has_keys_and_some_share_a_hash() -> None:
