@@ -63,13 +63,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory, _utc: None) -> "Iterator[Spa
                 "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -XX:+UseSerialGC -Xms1g -Xmn600m "
                 f'-Djdk.lang.Process.launchMechanism=VFORK -Duser.timezone=UTC "-Dderby.system.home={folder}"',
             )
-            # Hadoop starts a process for whatever it asks about a local file: ten for each file of a checkpoint,
-            # thousands for a test, unless Spark writes it in this way, and no checksum beside it.
-            .config(
-                "spark.sql.streaming.checkpointFileManagerClass",
-                "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager",
-            )
-            .config("spark.sql.streaming.checkpoint.fileChecksum.enabled", False)
             .config("spark.local.dir", str(folder / "local"))
             .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
             .config("spark.sql.shuffle.partitions", 2)

@@ -15,7 +15,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql.types import StructType
-from streams import Collector, EpochFeed
+from streams import Collector, EpochFeed, quick_checkpoints
 
 import anabranch
 
@@ -79,7 +79,8 @@ class Oracle:
 
     def native(self, query: Query, rows: DataFrame, mode: str = "update") -> Result:
         """What Spark makes of the query."""
-        return run(query(rows).writeStream, self.new_folder("native"), mode)
+        with quick_checkpoints(rows.sparkSession):
+            return run(query(rows).writeStream, self.new_folder("native"), mode)
 
     def ours(self, query: Query, rows: DataFrame, mode: str = "update", **options: Any) -> Result:
         """What Anabranch makes of it."""

@@ -6,7 +6,8 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 import anabranch
+from anabranch.api.locations import fast_log_files
 
 
 class EpochFeed:
@@ -53,6 +55,18 @@ class EpochFeed:
         return reader.parquet(str(self.folder))
 
 
+@contextmanager
+def quick_checkpoints(spark: SparkSession) -> Iterator[None]:
+    """Spark's own queries that start meanwhile write files as ours do, without ten processes for each, which Hadoop
+    runs for all that it asks about a local file; and no checksums beside them."""
+    with fast_log_files(spark, "file:"):
+        spark.conf.set("spark.sql.streaming.checkpoint.fileChecksum.enabled", False)
+        try:
+            yield
+        finally:
+            spark.conf.unset("spark.sql.streaming.checkpoint.fileChecksum.enabled")
+
+
 class Collector:
     """A foreachBatch function that keeps each epoch's rows."""
 
@@ -73,7 +87,8 @@ def run_native(
     """What Spark itself makes of a query over all epochs that are there."""
     collector = Collector()
     writer = query(rows).writeStream.outputMode(mode).foreachBatch(collector)
-    started = writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
+    with quick_checkpoints(rows.sparkSession):
+        started = writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
     assert started.awaitTermination(180)
     return collector
 

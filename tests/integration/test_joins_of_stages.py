@@ -11,7 +11,7 @@ import pytest
 from oracle import Oracle, Result, names_and_types
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from streams import EpochFeed
+from streams import EpochFeed, quick_checkpoints
 
 import anabranch
 from anabranch.core.errors import UnsupportedError
@@ -125,7 +125,8 @@ def one_by_one(query: Any, feed: EpochFeed, epochs: list[Any], checkpoint: Path)
     """What Spark gives if it is done with each epoch's rows, and with what the watermark brings, before more come."""
     result = Result()
     writer = query(feed.stream()).writeStream.outputMode("append").foreachBatch(result)
-    started = writer.option("checkpointLocation", str(checkpoint)).start()
+    with quick_checkpoints(feed.spark):
+        started = writer.option("checkpointLocation", str(checkpoint)).start()
     try:
         for rows in epochs:
             feed.add(rows)

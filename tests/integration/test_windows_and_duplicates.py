@@ -10,7 +10,7 @@ import pytest
 from oracle import Oracle, Result, drain
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
-from streams import EpochFeed
+from streams import EpochFeed, quick_checkpoints
 
 import anabranch
 from anabranch.core.errors import UnsupportedError
@@ -128,10 +128,12 @@ def test_a_restart_changes_nothing_and_state_goes_with_the_watermark(
     spark_writer = writer_of(some.stream(), native, "native")
     writer = writer_of(anabranch.stream(some.stream()), result, "ours").options(**oracle.options)
     some.add(*EPOCHS[:RESTART])
-    drain(spark_writer)
+    with quick_checkpoints(spark):
+        drain(spark_writer)
     drain(writer)
     some.add(*EPOCHS[RESTART:])
-    drain(spark_writer)
+    with quick_checkpoints(spark):
+        drain(spark_writer)
     running = writer.trigger(processingTime="0 seconds").start()
     try:
         running.processAllAvailable()
