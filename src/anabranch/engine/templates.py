@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from py4j.java_gateway import is_instance_of
 from pyspark.sql import DataFrame
 
+from anabranch.engine.java import is_a, java_class
 from anabranch.engine.tables import EpochTables
 from anabranch.wire.routed import StageAccess
 
+#: Those that always have one child, and take another one as such.
 _UNARY_NODE = "org.apache.spark.sql.catalyst.plans.logical.UnaryNode"
+_DATASET = "org.apache.spark.sql.classic.Dataset"
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Template:
     attributes: Any
     #: From the node above the leaf to the plan's root.
     nodes: tuple[Any, ...]
-    #: Spark's function from a session and a plan to a DataFrame. Py4J takes milliseconds to find it by its name.
+    #: Spark's function from a session and a plan to a DataFrame.
     from_plan: Any
 
     @classmethod
@@ -38,12 +40,11 @@ class Template:
         node = _plan(result)
         while not node.equals(leaf):
             children = node.children()
-            if children.size() != 1 or not _is_unary(rows, node):
+            if children.size() != 1 or not is_a(node, _UNARY_NODE):
                 return None
             nodes.append(node)
             node = children.head()
-        jvm: Any = rows.sparkSession._jvm
-        from_plan = jvm.org.apache.spark.sql.classic.Dataset.ofRows
+        from_plan = java_class(_DATASET).ofRows
         return cls(leaf.output(), tuple(reversed(nodes)), from_plan)
 
     def on(self, rows: DataFrame) -> DataFrame | None:
@@ -87,11 +88,6 @@ class Templates:
         template = Template.of(rows, result)
         if template is not None:
             self._templates[variants] = template
-
-
-def _is_unary(rows: DataFrame, node: Any) -> bool:
-    """Whether the node is of those that always have one child, and take another one as such."""
-    return is_instance_of(rows.sparkSession.sparkContext._gateway, node, _UNARY_NODE)  # type: ignore[no-any-return]
 
 
 def _plan(rows: DataFrame) -> Any:

@@ -8,8 +8,9 @@ from typing import Any
 from pyspark.sql import Column, DataFrame
 from pyspark.sql.types import DataType, _parse_datatype_json_string
 
-from anabranch.core.errors import UnsupportedError
+from anabranch.engine.java import is_a, java_class
 
+_EXPRESSIONS = "org.apache.spark.sql.classic.ExpressionUtils"
 #: What Spark replaces with another expression before it runs, such as bool_and with min.
 REPLACEABLE = "org.apache.spark.sql.catalyst.expressions.RuntimeReplaceable"
 #: An expression of Spark's, in the JVM.
@@ -74,23 +75,23 @@ def with_children(expression: Expression, parts: Sequence[Expression]) -> Expres
 
 def scala(items: Sequence[Any]) -> Any:
     """A list as an immutable Scala sequence."""
-    return jvm().org.apache.spark.api.python.PythonUtils.toSeq(list(items))
+    return java_class("org.apache.spark.api.python.PythonUtils").toSeq(list(items))
 
 
 def column(expression: Expression) -> Column:
     from pyspark.sql.classic.column import Column as ClassicColumn
 
-    return ClassicColumn(jvm().org.apache.spark.sql.classic.ExpressionUtils.column(expression))
+    return ClassicColumn(java_class(_EXPRESSIONS).column(expression))
 
 
 def expression(of: Column) -> Expression:
     java_column: Any = of._jc
-    return jvm().org.apache.spark.sql.classic.ExpressionUtils.expression(java_column)
+    return java_class(_EXPRESSIONS).expression(java_column)
 
 
 def named(name: str) -> Expression:
     """A column by its name, to be found wherever the expression is used."""
-    return jvm().org.apache.spark.sql.catalyst.analysis.UnresolvedAttribute.quoted(name)
+    return java_class("org.apache.spark.sql.catalyst.analysis.UnresolvedAttribute").quoted(name)
 
 
 def aggregate(function: Expression) -> Column:
@@ -103,20 +104,3 @@ def sql_of(of: Column) -> str:
     java_column: Any = of._jc
     text: str = java_column.node().sql()
     return text
-
-
-def is_a(node: Any, name: str) -> bool:
-    """Whether the node is of a class or trait, by its full name."""
-    from py4j.java_gateway import is_instance_of
-    from pyspark import SparkContext
-
-    return bool(is_instance_of(SparkContext._gateway, node, name))
-
-
-def jvm() -> Any:
-    from pyspark import SparkContext
-
-    context = SparkContext._active_spark_context
-    if context is None or context._jvm is None:
-        raise UnsupportedError("There is no active Spark context. Create a SparkSession first.")
-    return context._jvm

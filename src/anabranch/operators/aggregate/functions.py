@@ -23,6 +23,7 @@ from pyspark.sql.types import (
 )
 
 from anabranch.core.errors import UnsupportedError
+from anabranch.engine.java import is_a
 from anabranch.operators.aggregate import catalyst, collected, statistics, synopses
 from anabranch.operators.aggregate.call import Buffer, Call, Columns, Parts
 from anabranch.operators.aggregate.catalyst import Expression
@@ -52,7 +53,7 @@ def take_apart(node: Expression, unbound: Callable[[Expression], Expression]) ->
     function = node.aggregateFunction()
     text = node.sql()
     name: str = function.prettyName()
-    while catalyst.is_a(function, catalyst.REPLACEABLE):
+    while is_a(function, catalyst.REPLACEABLE):
         function = function.replacement()
     entry = _TABLE.get(catalyst.kind(function))
     if entry is None:

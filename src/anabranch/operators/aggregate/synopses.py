@@ -40,6 +40,7 @@ from pyspark.sql.types import (
 )
 
 from anabranch.core.errors import UnsupportedError
+from anabranch.engine.java import java_class
 from anabranch.operators.aggregate import catalyst
 from anabranch.operators.aggregate.call import Buffer, Call, Columns, Parts
 from anabranch.operators.aggregate.lists import Registers, TopCounted
@@ -124,7 +125,7 @@ def _highest(registers: Column) -> Column:
 
 def _estimate(registers: Column, bits: int, deviation: float) -> Column:
     """The estimate as Spark's HyperLogLogPlusPlusHelper takes it, with its tables of thresholds and biases."""
-    helpers = catalyst.jvm().org.apache.spark.sql.catalyst.util.HyperLogLogPlusPlusHelper
+    helpers = java_class("org.apache.spark.sql.catalyst.util.HyperLogLogPlusPlusHelper")
     size = 1 << bits
     alpha = {4: 0.673, 5: 0.697, 6: 0.709}.get(bits, 0.7213 / (1.0 + 1.079 / size))
     empty = (F.lit(size) - F.size(registers)).cast("double")
@@ -142,12 +143,11 @@ def _estimate(registers: Column, bits: int, deviation: float) -> Column:
 
 def _bias(helper: catalyst.Expression, raw: Column) -> Column:
     """Spark's own table of biases, which is code and not an expression."""
-    java = catalyst.jvm()
-    expressions = java.org.apache.spark.sql.catalyst.expressions
-    target = expressions.Literal(helper, java.org.apache.spark.sql.types.ObjectType(helper.getClass()))
+    object_type = java_class("org.apache.spark.sql.types.ObjectType")
+    target = java_class("org.apache.spark.sql.catalyst.expressions.Literal")(helper, object_type(helper.getClass()))
     double = catalyst.expression(F.lit(0.0)).dataType()
     return catalyst.column(
-        expressions.objects.Invoke(
+        java_class("org.apache.spark.sql.catalyst.expressions.objects.Invoke")(
             target, "estimateBias", double, catalyst.scala([catalyst.expression(raw)]), catalyst.scala([]),
             True, True, True,
         )

@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame
 from pyspark.sql.types import DataType, StructField, _parse_datatype_json_string
 
 from anabranch.core.errors import UnsupportedError
+from anabranch.engine.java import java_class
 from anabranch.operators.join.predicate import LEFT, RIGHT
 from anabranch.operators.join.sides import JoinType
 from anabranch.operators.keys import WATERMARK
 
+_CATALYST = "org.apache.spark.sql.catalyst"
+_JOIN_HELPER = "org.apache.spark.sql.execution.streaming.operators.stateful.join.StreamingSymmetricHashJoinHelper"
 #: Some watermark, far enough from zero: Spark moves it by the time that rows of a side can wait.
 _SOME_WATERMARK_MS = 10**13
 
@@ -45,17 +48,15 @@ class JoinPlan:
 def analyse(joined: DataFrame) -> JoinPlan:
     """Read the plan of ``left.join(right, …)``, of two streaming DataFrames."""
     spark = joined.sparkSession
-    jvm: Any = spark._jvm
-    catalyst = jvm.org.apache.spark.sql.catalyst
-    plan = _simplified(catalyst, joined._jdf.queryExecution().analyzed())
+    plan = _simplified(joined._jdf.queryExecution().analyzed())
     try:
-        append = jvm.org.apache.spark.sql.streaming.OutputMode.Append()
-        catalyst.analysis.UnsupportedOperationChecker.checkForStreaming(plan, append)
+        append = java_class("org.apache.spark.sql.streaming.OutputMode").Append()
+        java_class(f"{_CATALYST}.analysis.UnsupportedOperationChecker").checkForStreaming(plan, append)
     except PySparkException as error:
         raise _refused(error) from None
     original, _ = _join_node(joined._jdf.queryExecution().analyzed())
     node, projections = _join_node(plan)
-    found = catalyst.planning.ExtractEquiJoinKeys.unapply(node)
+    found = java_class(f"{_CATALYST}.planning.ExtractEquiJoinKeys").unapply(node)
     if not found.isDefined():
         raise UnsupportedError(
             "A join of two streams needs at least one equality between a column of each, as in "
@@ -68,13 +69,13 @@ def analyse(joined: DataFrame) -> JoinPlan:
     outputs = node.left().output(), node.right().output()
     for output in outputs:
         _check_one_event_time(items(output))
-    helper = jvm.org.apache.spark.sql.execution.streaming.operators.stateful.join.StreamingSymmetricHashJoinHelper
-    some = jvm.scala.Option.apply(_SOME_WATERMARK_MS)
+    helper = java_class(_JOIN_HELPER)
+    some = java_class("scala.Option").apply(_SOME_WATERMARK_MS)
     try:
         moved = helper.getStateWatermark(*outputs, parts._2(), parts._3(), parts._4(), some, False)
     except PySparkException as error:
         raise _refused(error) from None
-    from_plan = jvm.org.apache.spark.sql.classic.Dataset.ofRows
+    from_plan = java_class("org.apache.spark.sql.classic.Dataset").ofRows
     left, right = (DataFrame(from_plan(spark._jsparkSession, side), spark) for side in (node.left(), node.right()))
     return JoinPlan(
         how=JoinType(how),
@@ -99,9 +100,8 @@ def kind_of(node: Any) -> str:
     return str(node.getClass().getSimpleName())
 
 
-def column_of(spark: SparkSession, expression: Any) -> Column:
-    jvm: Any = spark._jvm
-    return Column(jvm.org.apache.spark.sql.classic.ExpressionUtils.column(expression))
+def column_of(expression: Any) -> Column:
+    return Column(java_class("org.apache.spark.sql.classic.ExpressionUtils").column(expression))
 
 
 def type_of(expression: Any) -> DataType:
@@ -128,22 +128,22 @@ def sides_of(expression: Any, plan: JoinPlan) -> frozenset[int]:
     return frozenset({LEFT, RIGHT})
 
 
-def renamed(spark: SparkSession, rows: DataFrame, attributes: Sequence[Any]) -> DataFrame:
+def renamed(rows: DataFrame, attributes: Sequence[Any]) -> DataFrame:
     """The rows with their columns known by these attributes' names, qualifiers and ids, in the same order.
 
     So whatever a user could say about the columns of Spark's join can be said about them.
     """
-    jvm: Any = spark._jvm
-    make_alias = jvm.org.apache.spark.sql.catalyst.expressions.Alias
-    nothing = jvm.org.apache.spark.api.python.PythonUtils.toSeq([])
+    make_alias = java_class(f"{_CATALYST}.expressions.Alias")
+    nothing = java_class("org.apache.spark.api.python.PythonUtils").toSeq([])
+    option = java_class("scala.Option")
     output = attributes_of(rows)
     if all(column.exprId().equals(attribute.exprId()) for column, attribute in zip(output, attributes, strict=True)):
         return rows
     columns = []
     for column, attribute in zip(output, attributes, strict=True):
-        metadata = jvm.scala.Option.apply(attribute.metadata())
+        metadata = option.apply(attribute.metadata())
         alias = make_alias(column, attribute.name(), attribute.exprId(), attribute.qualifier(), metadata, nothing)
-        columns.append(column_of(spark, alias))
+        columns.append(column_of(alias))
     return rows.select(*columns)
 
 
@@ -156,11 +156,11 @@ def _analysed(rows: DataFrame) -> Any:
     return rows._jdf.queryExecution().analyzed()
 
 
-def _simplified(catalyst: Any, plan: Any) -> Any:
+def _simplified(plan: Any) -> Any:
     """The plan with constants computed, without forms of expressions that only stand for others, and with keys of
     which one number has one form: 0.0 and -0.0 are equal, and so are all NaN."""
     for rule in ("ReplaceExpressions", "RewriteWithExpression", "ConstantFolding", "NormalizeFloatingNumbers"):
-        plan = getattr(catalyst.optimizer, rule).apply(plan)
+        plan = java_class(f"{_CATALYST}.optimizer.{rule}").apply(plan)
     return plan
 
 

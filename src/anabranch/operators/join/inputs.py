@@ -40,16 +40,15 @@ class SideInput:
 
     def tagged(self, rows: DataFrame) -> DataFrame:
         """The rows, in the columns that both sides have on their way to the tasks."""
-        spark = rows.sparkSession
-        rows = renamed(spark, rows, self.attributes)
-        keys = [column_of(spark, key) for key in self.keys]
+        rows = renamed(rows, self.attributes)
+        keys = [column_of(key) for key in self.keys]
         for condition in self.filters:
-            rows = rows.filter(column_of(spark, condition))
+            rows = rows.filter(column_of(condition))
         if self.only_with_keys:
             rows = rows.filter(reduce(Column.__and__, [key.isNotNull() for key in keys]))
-        held = {slot: column_of(spark, value) for slot, value in self.held.items()}
+        held = {slot: column_of(value) for slot, value in self.held.items()}
         if self.can_match is not None:
-            held[self.can_match] = reduce(Column.__and__, [column_of(spark, hope) for hope in self.hopes])
+            held[self.can_match] = reduce(Column.__and__, [column_of(hope) for hope in self.hopes])
         return rows.select(
             *[key.alias(key_name(i)) for i, key in enumerate(keys)],
             F.lit(self.side).cast("byte").alias(SIDE),

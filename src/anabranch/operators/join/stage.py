@@ -84,10 +84,9 @@ class JoinStage:
         task = JoinTask(self.spec, self.how, self.sides, self.condition, self._output)
         names = [key_name(i) for i in range(len(self.spec.key))]
         joined = run_in_tasks(place(rows, names, access), access, task, StructType(list(self.column_fields)))
-        spark = rows.sparkSession
-        result = renamed(spark, joined, self.attributes)
+        result = renamed(joined, self.attributes)
         for expressions in self.projections:
-            result = result.select(*[column_of(spark, expression) for expression in expressions])
+            result = result.select(*[column_of(expression) for expression in expressions])
         return result
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:

@@ -87,7 +87,7 @@ class Translator:
     def _constant(self, expression: Any) -> Constant:
         kind = type_of(expression)
         # Spark computes a row without a source in the driver.
-        row = self._spark.sql("SELECT 1").select(column_of(self._spark, expression)).first()
+        row = self._spark.sql("SELECT 1").select(column_of(expression)).first()
         assert row is not None
         return Constant(pa.scalar(row[0], to_arrow_type(kind, timezone="UTC")))
 
