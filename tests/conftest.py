@@ -66,6 +66,10 @@ def spark(tmp_path_factory: pytest.TempPathFactory, _utc: None) -> "Iterator[Spa
             .config("spark.local.dir", str(folder / "local"))
             .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
             .config("spark.sql.shuffle.partitions", 2)
+            # For a few rows, to compile an expression takes longer than to interpret it. (The drivers of tests with
+            # processes of their own compile.)
+            .config("spark.sql.codegen.wholeStage", False)
+            .config("spark.sql.codegen.factoryMode", "NO_CODEGEN")
             .config("spark.sql.session.timeZone", "UTC")
             .getOrCreate()
         )

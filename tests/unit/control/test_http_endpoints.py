@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
@@ -282,7 +283,8 @@ def test_an_unexpected_error_is_told_to_the_log_only(
     answer = ask(server.url, "POST", "/rescale", {"workers": 3})
     assert answer.status == 500
     assert answer.error == "POST /rescale failed. The log of the driver says why."
-    assert "secret" in caplog.text
+    logged = [record.exc_info for record in caplog.records if record.exc_info]
+    assert any("secret" in "".join(traceback.format_exception(*each)) for each in logged)
     assert ask(server.url, "GET", "/job").status == 200
 
 
