@@ -61,10 +61,20 @@ class AnabranchJob:
         progress = dict(handle.progress())
         if progress["state"] != "done":
             raise BenchmarkError(f"The rescale of {self._name!r} to {size} workers did not end: {progress}.")
-        held = {worker["id"]: worker["rows"] for worker in self._query.workers() if worker["rows"]}
-        if self._moves_state and len(held) != size:
-            raise BenchmarkError(f"After the rescale of {self._name!r} to {size} workers, these have state: {held}.")
-        return {**progress, "rowsHeld": held}
+        return {**progress, "rowsHeld": self._rows_held(size, deadline_s)}
+
+    def _rows_held(self, size: int, deadline_s: float) -> Mapping[str, int]:
+        """By worker. After a restart, state comes when it is needed: wait until everybody has some."""
+        while True:
+            check_interrupted()
+            held = {worker["id"]: worker["rows"] for worker in self._query.workers() if worker["rows"]}
+            if not self._moves_state or len(held) == size:
+                return held
+            if time.monotonic() > deadline_s:
+                raise BenchmarkError(
+                    f"After the rescale of {self._name!r} to {size} workers, these have state: {held}."
+                )
+            time.sleep(_POLL_INTERVAL_S)
 
     def finish(self) -> tuple[int, int]:
         found = self._query.state(_STAGE).agg(F.count(F.lit(1)), F.sum("rows")).first()

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 
+from anabranch.engine import pythonworker
 from bench.session import Lab
 from bench.sources import Size
 
@@ -48,6 +49,7 @@ def alone_ms(lab: Lab, processor: type[StatefulProcessor], size: Size, *, parall
     """For one epoch: rows of every key, and, where the processor has timers, those of half of the keys."""
 
     def body(keys: Iterable[int]) -> Iterable[float]:
+        pythonworker.tune()  # as in our tasks: fewer looks for garbage
         count = sum(1 for _ in keys)
         columns = {name: np.arange(count * size.rows_per_key) for name in ("key", "amount", "time_ms")}
         rows = pd.DataFrame(columns)
