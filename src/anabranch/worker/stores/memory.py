@@ -100,12 +100,13 @@ class MemoryStore:
     def drop_groups(self, groups: Collection[int]) -> None:
         with self._changing:
             rows = self._rows_of(groups)
+            self._by_group = None
+            if len(self._table) - len(rows) < self._table.capacity // 2:
+                self._move_without(rows)
+                return
             keys = Keys(self._table.hashes(rows), self._table.keys(rows))
             for start in range(0, len(keys), _APPLY_ROWS):
                 self._remove_keys(keys.take(np.arange(start, min(start + _APPLY_ROWS, len(keys)))))
-            self._by_group = None
-            if len(self._table) < self._table.capacity // 2:
-                self._compact()
 
     def rows(self, groups: Collection[int] | None = None) -> int:
         if groups is None:
@@ -195,13 +196,19 @@ class MemoryStore:
             if not self._by_group.knows_any:
                 self._by_group = None
 
-    def _compact(self) -> None:
-        """Give memory back: move all rows into a table of their size."""
-        rows, compact = self._table.rows(), self._empty_table()
-        compact.reserve(len(rows))
-        compact.put(self._table.hashes(rows), self._table.keys(rows), self._table.values(rows))
+    def _move_without(self, dropped: npt.NDArray[np.int32]) -> None:
+        """Give memory back: move all other rows into a table of their size, some at a time, while others read."""
+        entries = self._entries
+        if not self._of_values:
+            entries -= sum(map(len, self._table.values(dropped)))
+        rows = np.setdiff1d(self._table.rows(), dropped, assume_unique=True)
+        moved = self._empty_table()
+        moved.reserve(len(rows))
+        for start in range(0, len(rows), _APPLY_ROWS):
+            part = rows[start : start + _APPLY_ROWS]
+            moved.put(self._table.hashes(part), self._table.keys(part), self._table.values(part))
         with self._in_place.writing():
-            self._table = compact
+            self._table, self._entries = moved, entries
 
     def _flat(self, index: npt.NDArray[np.intp], dicts: npt.NDArray[np.object_]) -> Entries:
         """The entries of several keys, one after the other."""
