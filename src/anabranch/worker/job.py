@@ -268,7 +268,7 @@ class WorkerJob:
             self._deferred.append((epoch, self._prepared_by, self._prepared))
         else:
             self._deferred = []
-        self._prepared = {}
+        self._prepared, self._prepared_late = {}, {}
         self._staging.clear()
 
     def _write_deferred(self) -> list[list[Any]]:
@@ -292,7 +292,7 @@ class WorkerJob:
         if self._opened is not None:
             self._opened.close()
         self._staging.clear()
-        self._prepared, self._deferred = {}, []
+        self._prepared, self._prepared_late, self._deferred = {}, {}, []
         self._opened = JobState(shape, self._stores, self._job)
 
     @property
