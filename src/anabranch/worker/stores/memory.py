@@ -32,6 +32,10 @@ class _RowsByGroup:
         self._is_known = np.ones(key_groups, dtype=np.bool_)
 
     @property
+    def nbytes(self) -> int:
+        return self._rows.nbytes + self._ends.nbytes + self._is_known.nbytes
+
+    @property
     def knows_any(self) -> bool:
         return bool(self._is_known.any())
 
@@ -116,8 +120,9 @@ class MemoryStore:
             return len(rows) if self._of_values else sum(map(len, self._table.values(rows)))
 
     def size_bytes(self) -> int:
+        by_group = self._by_group
         with self._in_place.reading():
-            return self._table.nbytes
+            return self._table.nbytes + (by_group.nbytes if by_group is not None else 0)
 
     def close(self) -> None:
         with self._changing, self._in_place.writing():
