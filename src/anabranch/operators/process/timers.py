@@ -37,7 +37,7 @@ class LocalTimers:
         self._bounds: list[int] | None = None
 
     # Spark's name of the argument: user code may give it.
-    # These two are called for every key, and one more call would make them a quarter slower: nothing is shared.
+    # These two are called for every key, and one more call would be felt: nothing is shared.
 
     def register(self, expiryTimestampMs: int) -> None:
         key = self._cursor.key
