@@ -67,7 +67,7 @@ def status(url: Url = DEFAULT_URL, token: Token = "", as_json: AsJson = False) -
     api = _Api(url, token)
     document = {name: api.get(f"/{name}") for name in ("job", "stages", "workers", "migrations")}
     job = document["job"]
-    line = f"Job {job['id']}: epoch {job['epoch']} is committed, {_counted(job['workers'], 'worker')}"
+    line = f"{_named(job)}: epoch {job['epoch']} is committed, {_counted(job['workers'], 'worker')}"
     if "routeVersion" in job:
         line += f", route version {job['routeVersion']}"
     parts: list[str | Table] = [f"{line}.", _table("Stages", _STAGE_COLUMNS, document["stages"])]
@@ -101,15 +101,15 @@ def scale(
 ) -> None:
     """Rescale a running job while it runs. Without options: one more worker."""
     api = _Api(url, token)
+    job = _named(api.get("/job"))
     chosen = None if stage is None else int(stage) if stage.isascii() and stage.isdigit() else stage
-    if chosen is not None and workers is None and parallelism is None:
-        begun = api.post(f"/scale?{urllib.parse.urlencode({'stage': chosen})}")
+    if workers is None and parallelism is None:
+        # The job adds to what was asked for before, be it there yet or not.
+        begun = api.post("/scale" if chosen is None else f"/scale?{urllib.parse.urlencode({'stage': chosen})}")
     else:
-        if workers is None and parallelism is None:
-            workers = sum(each.get("state") != "draining" for each in api.get("/workers")) + 1
         wanted = {"workers": workers, "parallelism": parallelism, "stage": chosen}
         begun = api.post("/rescale", {name: value for name, value in wanted.items() if value is not None})
-    _tell_rescale(api, begun, wait=wait, as_json=as_json)
+    _tell_rescale(api, job, begun, wait=wait, as_json=as_json)
 
 
 def drain(
@@ -121,14 +121,16 @@ def drain(
 ) -> None:
     """Move everything away from a worker, so that it can leave."""
     api = _Api(url, token)
+    job = _named(api.get("/job"))
     begun = api.post(f"/workers/{urllib.parse.quote(worker, safe='')}/drain")
-    _tell_rescale(api, begun, wait=wait, as_json=as_json)
+    _tell_rescale(api, job, begun, wait=wait, as_json=as_json)
 
 
 def stop(url: Url = DEFAULT_URL, token: Token = "", as_json: AsJson = False) -> None:
     """Stop a running job after the epoch that is running. It resumes from its checkpoint when it is started again."""
-    answer = _Api(url, token).post("/stop")
-    tell(as_json, answer, "The job stops after the epoch that is running.")
+    api = _Api(url, token)
+    job = _named(api.get("/job"))
+    tell(as_json, api.post("/stop"), f"{job}: stops after the epoch that is running.")
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -207,13 +209,19 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
-def _tell_rescale(api: _Api, begun: Mapping[str, Any], *, wait: bool, as_json: bool) -> None:
+def _named(job: Mapping[str, Any]) -> str:
+    """Which job this is. Several may run on one machine, and the one at the default port need not be the one meant."""
+    name = f" {job['name']!r}" if job.get("name") else ""
+    return f"Job {job['id']}{name} with the checkpoint {job['checkpoint']}"
+
+
+def _tell_rescale(api: _Api, job: str, begun: Mapping[str, Any], *, wait: bool, as_json: bool) -> None:
     progress = _finished(api, begun) if wait else begun
     if progress["state"] in ("failed", "replaced"):
         verb = "failed" if progress["state"] == "failed" else "was replaced"
         reason = progress.get("message") or "see the log of the driver."
         raise EpochError(f"Rescale {progress['number']} {verb}: {reason}")
-    tell(as_json, progress, _table("Rescale", _RESCALE_COLUMNS, [progress]))
+    tell(as_json, progress, f"{job}:", _table("Rescale", _RESCALE_COLUMNS, [progress]))
 
 
 def _finished(api: _Api, begun: Mapping[str, Any]) -> Mapping[str, Any]:

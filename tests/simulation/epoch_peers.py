@@ -39,7 +39,7 @@ class Peer:
         world.seen["fetched from a frozen copy"] += bool(rows)
         yield Rows.of(rows, self.asker.world.history.hash_of)
 
-    def scan(self, groups: Collection[int]) -> Iterator[Rows]:
+    def scan(self, groups: Collection[int], *, can_wait: bool = False) -> Iterator[Rows]:  # noqa: ARG002
         """The rows are those of the moment of the call, and come piece by piece as long as both workers live."""
         yield from self._pieces(FetchGroups(self.generation, self.as_of, self.stage, tuple(groups)), "drained")
 

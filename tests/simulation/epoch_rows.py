@@ -112,6 +112,9 @@ class DictState:
             else:
                 self.base[row] = value
 
+    def make_room(self, entries: int) -> None:
+        """A dictionary grows by itself."""
+
     def rows(self, as_of: Epoch | None = None) -> dict[Row, Value]:
         """All that is here, as of an epoch (None: of the newest layer)."""
         if as_of is not None and as_of < self.oldest:

@@ -50,7 +50,7 @@ class StepwiseHoldings(Holdings):
         unfinished = [each for each in self._all() if each not in self._not_yet]
         if not unfinished:
             return False
-        self._prefetch()
+        self._prepare()
         each = rng.choice(unfinished)
         pending = each.pending
         if pending:

@@ -17,6 +17,9 @@ from anabranch.core.errors import EpochError, LostWorkerError
 
 Run = Callable[..., tuple[int, str, str]]
 
+#: How people are told which job it is.
+JOB = "Job job-1 with the checkpoint /checkpoints/one"
+
 
 @pytest.fixture
 def job() -> MemoryJob:
@@ -57,7 +60,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ser
 def test_status_shows_job_stages_and_workers(run: Run) -> None:
     code, out, err = run("status")
     assert (code, err) == (0, "")
-    assert "Job job-1: epoch 41 is committed, 2 workers, route version 0." in out
+    assert f"{JOB}: epoch 41 is committed, 2 workers, route version 0." in out
     assert [word in out for word in ("clicks", "sessions", "worker-2", "127.0.0.1:7001", "1,234,567", "89.0 MB")] == (
         [True] * 6
     )
@@ -88,12 +91,17 @@ def test_workers_are_listed(run: Run, job: MemoryJob) -> None:
     assert json.loads(run("workers", "--json")[1]) == job.workers()
 
 
-def test_scale_alone_adds_one_worker_to_those_that_stay(run: Run, job: MemoryJob) -> None:
-    assert run("scale")[0] == 0
-    assert job.asked == [("rescale", 3, None, None)]
-    job.drain("worker-1")
-    assert run("scale")[0] == 0
-    assert job.asked[1:] == [("rescale", 3, None, None)]
+def test_a_job_that_has_a_name_is_called_by_it(run: Run, job: MemoryJob, monkeypatch: Any) -> None:
+    document = {**job.job(), "name": "click counts"}
+    monkeypatch.setattr(job, "job", lambda: document)
+    code, out, _ = run("scale")
+    assert (code, out.splitlines()[0]) == (0, "Job job-1 'click counts' with the checkpoint /checkpoints/one:")
+
+
+def test_scale_alone_leaves_it_to_the_job_what_one_more_is(run: Run, job: MemoryJob) -> None:
+    assert [run("scale")[0], run("scale")[0]] == [0, 0]
+    assert [asked for asked in job.asked if asked[0] == "scale_out"] == [("scale_out", None)] * 2
+    assert len(job.workers()) == 4
 
 
 @pytest.mark.parametrize(
@@ -126,7 +134,8 @@ def test_waiting_ends_when_another_rescale_takes_over(run: Run, job: MemoryJob, 
     looks = job.job
 
     def meanwhile() -> dict[str, Any]:
-        job.rescale(3, None, None)
+        if job.asked:
+            job.rescale(3, None, None)
         return looks()
 
     monkeypatch.setattr(job, "job", meanwhile)
@@ -140,7 +149,8 @@ def test_a_rescale_that_does_not_happen_is_an_error(
     run: Run, job: MemoryJob, monkeypatch: Any, state: str, verb: str
 ) -> None:
     report = {"number": 7, "state": state, "message": "No worker could be started. See the log."}
-    monkeypatch.setattr(job, "job", lambda: {"id": "j", "epoch": 1, "workers": 2, "rescale": report})
+    document = {**job.job(), "rescale": report}
+    monkeypatch.setattr(job, "job", lambda: document)
     monkeypatch.setattr(job, "rescale", lambda *_: {"number": 7, "state": "waiting"})
     code, _, err = run("scale", "--workers", "4", "--wait")
     assert (code, err) == (1, f"Error: Rescale 7 {verb}: No worker could be started. See the log.\n")
@@ -148,7 +158,7 @@ def test_a_rescale_that_does_not_happen_is_an_error(
 
 def test_drain_empties_a_worker(run: Run, job: MemoryJob) -> None:
     code, out, _ = run("drain", "worker-2", "--wait")
-    assert code == 0
+    assert (code, out.splitlines()[0]) == (0, f"{JOB}:")
     assert "drain worker-2" in out
     assert job.workers()[1]["keyGroups"] == 0
 
@@ -165,7 +175,7 @@ def test_an_error_of_the_job_is_one_sentence(run: Run, job: MemoryJob) -> None:
 
 def test_stop_stops_the_job(run: Run, job: MemoryJob) -> None:
     code, out, _ = run("stop")
-    assert (code, out) == (0, "The job stops after the epoch that is running.\n")
+    assert (code, out) == (0, f"{JOB}: stops after the epoch that is running.\n")
     assert job.stopped.wait(10)
 
 

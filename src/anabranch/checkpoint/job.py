@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -22,7 +22,7 @@ from anabranch.checkpoint.sparklog import has_offsets, last_committed_epoch
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, UnsupportedError
 from anabranch.core.ids import Generation, JobId
-from anabranch.core.schemas import Layout, StageSpec, VariableKind, VariableSpec
+from anabranch.core.schemas import OPERATOR, Layout, StageSpec, VariableKind, VariableSpec
 
 _T = TypeVar("_T")
 
@@ -48,11 +48,17 @@ class _Shape:
     stages: tuple[StageSpec, ...]
     #: For each stage the state variables that it once had, as they were last: files of them may be there still.
     removed: tuple[StageSpec, ...] = ()
+    #: By stage and name, the generation that deleted a state variable last: of older ones, it has no state any more.
+    deleted: Mapping[tuple[int, str], Generation] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "stages": [stage.to_json() for stage in self.stages],
             "removed": [stage.to_json() for stage in self.removed],
+            "deleted": [
+                {"stage": stage, "variable": variable, "generation": generation}
+                for (stage, variable), generation in sorted(self.deleted.items())
+            ],
         }
 
 
@@ -101,7 +107,7 @@ def save_shape(storage: Storage, job: JobDescription, generation: Generation, sp
     stored = _decode(storage, storage.read(paths.JOB))
     binding = _binding_shape(storage, stored, spark)
     _check(storage, stored, binding, job)
-    shape = _Shape(job.stages, tuple(_removed(binding, job.stages)))
+    shape = _Shape(job.stages, tuple(_removed(binding, job.stages)), _deleted(binding, job.stages, generation))
     if shape.to_json() == _newest_shape(storage, stored).to_json():
         return False
     storage.write(evolution.shape_file(generation), documents.encode({"generation": generation, **shape.to_json()}))
@@ -119,6 +125,12 @@ def read_job(storage: Storage) -> JobDescription:
     """The job of a checkpoint with its newest stages, for tools that have no query at hand."""
     stored = _decode(storage, storage.read(paths.JOB))
     return replace(stored, stages=_newest_shape(storage, stored).stages)
+
+
+def deleted_variables(storage: Storage) -> Mapping[tuple[int, str], Generation]:
+    """By the number of the stage and by name, the generation that deleted a state variable last."""
+    generations = _shape_generations(storage)
+    return _read_shape(storage, generations[-1]).deleted if generations else {}
 
 
 def _newest_shape(storage: Storage, stored: JobDescription) -> _Shape:
@@ -144,14 +156,23 @@ def _shape_generations(storage: Storage) -> list[Generation]:
 def _latest_shape(storage: Storage, stored: JobDescription, generations: list[Generation]) -> _Shape:
     if not generations:
         return _Shape(stored.stages)
-    path = evolution.shape_file(generations[-1])
+    return _read_shape(storage, generations[-1])
+
+
+def _read_shape(storage: Storage, generation: Generation) -> _Shape:
+    path = evolution.shape_file(generation)
     content = documents.decode(storage, path, storage.read(path))
 
     def shape() -> _Shape:
         stages, removed = ([StageSpec.from_json(stage) for stage in content[part]] for part in ("stages", "removed"))
-        return _Shape(tuple(stages), tuple(removed))
+        # Not in what older versions wrote.
+        deleted = {
+            (int(each["stage"]), str(each["variable"])): Generation(each["generation"])
+            for each in content.get("deleted", ())
+        }
+        return _Shape(tuple(stages), tuple(removed), deleted)
 
-    if content.get("generation") != generations[-1]:
+    if content.get("generation") != generation:
         raise documents.unexpected(storage, path, f"it is of generation {content.get('generation')}")
     return _expected(storage, path, shape)
 
@@ -164,6 +185,19 @@ def _removed(binding: _Shape, stages: tuple[StageSpec, ...]) -> Iterator[StageSp
         gone = tuple(variable for name, variable in known.get(stage.number, {}).items() if name not in kept)
         if gone:
             yield replace(stage, variables=gone)
+
+
+def _deleted(
+    binding: _Shape, stages: tuple[StageSpec, ...], generation: Generation
+) -> Mapping[tuple[int, str], Generation]:
+    """What was deleted before, and what this generation is the first to delete, if there can be anything of it."""
+    known, before = _known_variables(binding), {stage.number: stage.deleted for stage in binding.stages}
+    deleted = dict(binding.deleted)
+    for stage in stages:
+        for name in stage.deleted:
+            if name in known.get(stage.number, {}) and name not in before.get(stage.number, ()):
+                deleted[stage.number, name] = generation
+    return deleted
 
 
 def _known_variables(shape: _Shape) -> dict[int, dict[str, VariableSpec]]:
@@ -224,6 +258,10 @@ def _differences(key_groups: int, stored: _Shape, wanted: JobDescription) -> Ite
             f"anabranch.keyGroups is {key_groups} in the checkpoint and {wanted.key_groups} in this query. "
             f"anabranch.keyGroups is fixed when a job first starts: set it back to {key_groups} or use a new checkpoint"
         )
+    shifted = list(_shifted(stored.stages, wanted.stages))
+    if shifted:
+        yield from shifted
+        return
     known = _known_variables(stored)
     stored_stages = {stage.number: stage for stage in stored.stages}
     wanted_stages = {stage.number: stage for stage in wanted.stages}
@@ -242,6 +280,32 @@ def _differences(key_groups: int, stored: _Shape, wanted: JobDescription) -> Ite
             yield from _stage_differences(stored_stages[number], wanted_stages[number], known[number])
 
 
+def _shifted(stored: tuple[StageSpec, ...], wanted: tuple[StageSpec, ...]) -> Iterator[str]:
+    """Stages that are the same but for their numbers: those follow from how many calls come before."""
+    pairs = list(zip(stored, wanted, strict=False))
+    if len(stored) != len(wanted) or any(_in_essence(one) != _in_essence(other) for one, other in pairs):
+        return
+    for before, now in pairs:
+        if before.number < now.number:
+            yield (
+                f"the stateful stage {now.name} is number {now.number} of this query, and in the checkpoint it is "
+                f"{before.name}, number {before.number}: calls before it were added, each a stage of its own. Put them "
+                f"into the stage that they lead to: call .stage({before.name!r}) before them"
+            )
+        elif before.number > now.number:
+            yield (
+                f"the stateful stage {now.name} is number {now.number} of this query, and in the checkpoint it is "
+                f"{before.name}, number {before.number}: calls before it were removed, each a stage of its own. Leave "
+                f"calls that change nothing in their place, such as .filter('true'), or use a new checkpoint"
+            )
+
+
+def _in_essence(stage: StageSpec) -> tuple[str, frozenset[str], str]:
+    """What tells stages apart, whatever their numbers and names."""
+    names = frozenset(variable.name for variable in stage.variables)
+    return schema_in_words(stage.key), names, stage.traits.get(OPERATOR, "")
+
+
 def _stage_differences(stored: StageSpec, wanted: StageSpec, known: Mapping[str, VariableSpec]) -> Iterator[str]:
     if stored.name != wanted.name:
         yield (
@@ -254,15 +318,22 @@ def _stage_differences(stored: StageSpec, wanted: StageSpec, known: Mapping[str,
             f"{schema_in_words(wanted.key)} in this query. A key cannot change, as the place of its state depends on "
             f"it. Change the key back or use a new checkpoint"
         )
-    for now in wanted.variables:
+    for trait, was in stored.traits.items():
+        # What only one side knows was written by another version of Anabranch.
+        if (now := wanted.traits.get(trait, was)) != was:
+            yield (
+                f"the {trait} of {stored.name} is {was} in the checkpoint and {now} in this query. It decides what the "
+                f"state means. Change it back or use a new checkpoint"
+            )
+    for variable in wanted.variables:
         # New state variables start empty, and those that the query has no longer rest in the checkpoint.
-        before = known.get(now.name)
-        reasons = [] if before is None else list(_variable_obstacles(stored.key, before, now))
+        before = known.get(variable.name)
+        reasons = [] if before is None else list(_variable_obstacles(stored.key, before, variable))
         if before is not None and reasons:
             yield (
-                f"the state variable {now.name} of {stored.name} is {_variable_in_words(before)} in the checkpoint and "
-                f"{_variable_in_words(now)} in this query: {', '.join(reasons)}. Change it back, give the state "
-                f"variable a new name, under which it starts empty, or use a new checkpoint"
+                f"the state variable {variable.name} of {stored.name} is {_variable_in_words(before)} in the "
+                f"checkpoint and {_variable_in_words(variable)} in this query: {', '.join(reasons)}. Change it back, "
+                f"give the state variable a new name, under which it starts empty, or use a new checkpoint"
             )
 
 
@@ -275,9 +346,9 @@ def _variable_obstacles(key: pa.Schema, before: VariableSpec, now: VariableSpec)
         return
     yield from (f"field {obstacle}" for obstacle in evolution.obstacles(before.value, now.value))
     columns = _columns(key, now)
-    for field, column in _columns(key, before).items():
-        if field in columns and columns[field] != column:
-            yield f"field {field} is the column {column} of files, which would now be called {columns[field]}"
+    for name, column in _columns(key, before).items():
+        if name in columns and columns[name] != column:
+            yield f"field {name} is the column {column} of files, which would now be called {columns[name]}"
 
 
 def _columns(key: pa.Schema, variable: VariableSpec) -> dict[str, str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
 from anabranch.checkpoint import paths
+from anabranch.checkpoint.job import deleted_variables
 from anabranch.checkpoint.manifests import (
     ChangeFile,
     Manifest,
@@ -23,6 +24,7 @@ from anabranch.core.ids import NO_EPOCH, Epoch, Generation
 from anabranch.core.requests import RunId
 
 _Document = TypeVar("_Document")
+_FilesDocument = TypeVar("_FilesDocument", Manifest, Snapshot)
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,25 @@ def state_files(storage: Storage, up_to: Epoch) -> StateFiles:
     """
     found = Documents(storage)
     try:
-        return found.state_files(up_to)
+        files = found.state_files(up_to)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_ways_out(found, up_to)}") from error
+    return _without_deleted(files, deleted_variables(storage))
+
+
+def _without_deleted(files: StateFiles, deleted: Mapping[tuple[int, str], Generation]) -> StateFiles:
+    """Without what was written of state variables before they were deleted, if they had been as of the epoch."""
+    by = files.committed_by
+    gone = {variable: since for variable, since in deleted.items() if by is not None and by.generation >= since}
+    if not gone:
+        return files
+
+    def kept(document: _FilesDocument, written_by: Generation) -> _FilesDocument:
+        rest = [file for file in document.files if written_by >= gone.get((file.stage, file.variable), written_by)]
+        return replace(document, files=tuple(rest))
+
+    snapshot = files.snapshot and kept(files.snapshot, files.snapshot.committed_by.generation)
+    return replace(files, snapshot=snapshot, manifests=tuple(kept(each, each.generation) for each in files.manifests))
 
 
 def newest_whole_epoch(storage: Storage, before: Epoch) -> Epoch | None:

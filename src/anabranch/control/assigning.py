@@ -31,6 +31,10 @@ class Assignment:
     #: The route before: workers that owned key groups under it and are still here keep them for the new owners.
     before: Route | None = None
     peer_timeout_s: float = 30.0
+    #: Whether state moves in the background as well.
+    drain: bool = True
+    #: How often workers are looked after.
+    heartbeat_s: float = 0.0
     #: Where key groups are that nobody has any more, in a store that workers share: None if they share none.
     offers: list[dict[str, Any]] | None = None
     #: Answers by worker, once it is carried out.
@@ -71,6 +75,7 @@ def _open(claimed: Claimed, member: Member, assignment: Assignment) -> None:
             committed_by=[int(number) for number in committed.by or ()],
             stages=[stage.to_json() for stage in job.stages],
             checkpoint=claimed.storage.location,
+            heartbeat_ms=round(1000 * assignment.heartbeat_s),
         )
     )
 
@@ -104,6 +109,7 @@ def _assign(claimed: Claimed, member: Member, members: Sequence[Member], assignm
             freeze=assignment.before is not None,
             peers=_peers_of(member, members, assignment),
             shared=assignment.offers or [],
+            drain=assignment.drain,
             peer_timeout_ms=round(1000 * assignment.peer_timeout_s),
         )
     )

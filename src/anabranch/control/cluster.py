@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 #: How often a change starts over because a worker was lost meanwhile.
 _TRIES_MAX = 5
-#: If fewer keys have been seen lately, key groups are shared out by their number.
-_KEYS_SEEN_MIN = 2000
+#: If less load has been seen lately, key groups are shared out by their number.
+_LOAD_MIN = 2000
 
 
 class Cluster:
@@ -53,13 +53,13 @@ class Cluster:
         self.route: Route = resumed.route
         #: The newest route that all workers have been told.
         self._applied: Route = resumed.route
-        #: How many keys of each key group were asked for before the last rescale; None if that is not known.
+        #: How many keys and further rows each key group had before the last rescale; None if that is not known.
         self.load: list[float] | None = None
         self.routing = self._make_routing()
         self.migrations = Migrations()
         #: For those who look at all workers: whether key groups change hands meanwhile.
         self.steadiness = Steadiness()
-        self.wishes = Wishes(members, supply, resumed.claimed.job.key_groups)
+        self.wishes = Wishes(members, supply, resumed.claimed.job.key_groups, can_leave=settings.drain)
         #: Guards the departing ones, and who is a member.
         self._notes = threading.Lock()
         #: How often key groups were assigned by this driver, since it resumed the job.
@@ -209,7 +209,7 @@ class Cluster:
         save_route(self._claimed.storage, self.route, generation=self._claimed.generation)
 
     def _measured_load(self) -> list[float] | None:
-        """How many keys of each key group were asked for lately; None if too few to tell anything."""
+        """How many keys and further rows each key group had lately; None if too few to tell anything."""
         load = [0.0] * self._claimed.job.key_groups
         request = messages.Describe(job=self._claimed.job.job_id, generation=self._claimed.generation)
         for member in self.members.all:
@@ -218,9 +218,9 @@ class Cluster:
             except AnabranchError as error:  # one that has just joined knows nothing yet
                 logger.debug("the load of worker %s is not known: %s", member.worker, error)
                 continue
-            for group, keys in described["load"]:
-                load[group] += keys
-        return load if sum(load) >= _KEYS_SEEN_MIN else None
+            for group, weight in described["load"]:
+                load[group] += weight
+        return load if sum(load) >= _LOAD_MIN else None
 
     def _assign(self, durability: Durability) -> Assignment:
         with self._assigning:
@@ -234,6 +234,8 @@ class Cluster:
                 number=self._assignments,
                 before=self._applied,
                 peer_timeout_s=self._settings.worker_timeout_s,
+                drain=self._settings.drain,
+                heartbeat_s=self._settings.heartbeat_s,
                 offers=self._offers if self._settings.store == "redis" else None,
             )
             carry_out(self._claimed, self.members.all, assignment)
@@ -260,6 +262,7 @@ class Cluster:
             left=change.left,
             baseline=dict(answers),
             change_ms=change.duration_ms,
+            drains=self._settings.drain,
         )
         self.migrations.begin(migration, change.rescales, self.members.workers)
         if self._settings.migration == "eager" and change.key_groups:

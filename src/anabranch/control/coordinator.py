@@ -9,13 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from anabranch.checkpoint.generations import check_generation, claim_generation
 from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.savepoints import Savepoint
 from anabranch.checkpoint.sparklog import last_committed_epoch
+from anabranch.control.accesses import make_accesses
 from anabranch.control.claims import VOLATILE
 from anabranch.control.cluster import Cluster
 from anabranch.control.durability import Durability
@@ -33,7 +33,8 @@ from anabranch.core.errors import AnabranchError, CheckpointError, EpochError, F
 from anabranch.core.ids import Attempt, Epoch, Partition, StageNumber
 from anabranch.core.pacing import Pace
 from anabranch.core.requests import Refusal, Run, StageAttempt, StagePartition
-from anabranch.core.routes import Route, assign_partitions, owners_of_partitions
+from anabranch.core.rhythm import Rhythm
+from anabranch.core.routes import Route, owners_of_partitions
 from anabranch.core.schemas import StageSpec
 from anabranch.core.settings import Settings
 from anabranch.wire import messages
@@ -70,13 +71,13 @@ class Coordinator:
         self._figures = ChangeFigures()
         self._pool = ThreadPoolExecutor(max_workers=_CALLS_AT_ONCE, thread_name_prefix="anabranch")
         self._looking = Looking(self.cluster, self._pool, self._job)
-        self._accesses = self._make_accesses()
+        self._accesses = make_accesses(self._claimed, self.cluster, self.parallelism, self._settings)
         self._changed: dict[str, Any] = {}
         #: Changes among the workers; those of the epoch that runs are reported with it.
         self.changes: list[Change] = []
         self._reported_changes = 0
         self._pace = Pace()
-        self._begun_s = 0.0
+        self._rhythm = Rhythm()
 
     @property
     def route(self) -> Route:
@@ -85,6 +86,11 @@ class Coordinator:
     @property
     def members(self) -> Sequence[Member]:
         return self.cluster.members.all
+
+    @property
+    def checkpoint(self) -> str:
+        """Where Spark keeps the job's offsets and commits."""
+        return self._claimed.spark.location
 
     @property
     def committed_epoch(self) -> int:
@@ -99,9 +105,10 @@ class Coordinator:
 
     def begin(self, epoch: int) -> int:
         # That Spark runs this epoch proves that it has committed the one before: from here on workers may change.
-        if self.cluster.wishes.are_ready:
+        wishes = self.cluster.wishes
+        if wishes.are_ready and (wishes.any_lost or not self._rhythm.postpones()):
             self._change(epoch)
-        self._begun_s = time.monotonic()
+        self._rhythm.begin(time.monotonic())
         owners = {
             StagePartition(StageNumber(number), Partition(partition)): frozenset(workers)
             for number, access in self._accesses.items()
@@ -162,13 +169,14 @@ class Coordinator:
     def _change(self, epoch: int) -> None:
         self.flush()
         change = self.cluster.change(Epoch(epoch), self._durability)
+        self._rhythm.note_change()
         self.changes.append(change)
         for rescale in change.rescales:
             self.parallelism.update({StageNumber(stage): number for stage, number in rescale.parallelism.items()})
-        self._accesses = self._make_accesses()
+        self._accesses = make_accesses(self._claimed, self.cluster, self.parallelism, self._settings)
 
     def _note_duration(self) -> None:
-        duration_ms = 1000 * (time.monotonic() - self._begun_s)
+        duration_ms = 1000 * self._rhythm.end(time.monotonic())
         if self.cluster.migrations.is_under_way:
             self._pace.note_busy(duration_ms)
         else:
@@ -183,8 +191,11 @@ class Coordinator:
 
     def change_while_idle(self) -> bool:
         """Do what was asked for without waiting for an epoch; whether there was anything. None may run meanwhile."""
+        wishes = self.cluster.wishes
+        if not wishes.are_ready or not (wishes.any_lost or self._rhythm.has_time(time.monotonic())):
+            return False
         # Only what Spark has committed may become the start of something new.
-        if not self.cluster.wishes.are_ready or last_committed_epoch(self._claimed.spark) != self._machine.committed:
+        if last_committed_epoch(self._claimed.spark) != self._machine.committed:
             return False
         self._change(self._machine.committed + 1)
         return True
@@ -356,28 +367,6 @@ class Coordinator:
                 logger.debug("worker %s could not be told to abort: %s", abort.worker, error)
 
     # ----------------------------------------------------------------------------------------------- pieces
-
-    def _make_accesses(self) -> Mapping[int, StageAccess]:
-        return {spec.number: self._access(spec) for spec in self._claimed.job.stages}
-
-    def _access(self, spec: StageSpec) -> StageAccess:
-        return StageAccess(
-            job=self._claimed.job.job_id,
-            generation=self._claimed.generation,
-            key_groups=self._claimed.job.key_groups,
-            stage=spec,
-            routing=self.cluster.routing,
-            parallelism=self._partitions_of(spec),
-            partitions=np.array(
-                assign_partitions(self.route, self._partitions_of(spec), self.cluster.load), dtype=np.int32
-            ),
-            cache_route=self._settings.routing_cache,
-            timeout_s=self._settings.request_timeout_s,
-            token=self._settings.token,
-        )
-
-    def _partitions_of(self, spec: StageSpec) -> int:
-        return min(self.parallelism[spec.number], self._claimed.job.key_groups)
 
     def _call(self, member: Member, request: messages.Request) -> dict[str, Any]:
         header, _ = member.client.call(request)

@@ -20,7 +20,7 @@ TEXT_CHARACTERS_MAX = 4096
 class JobControl(Protocol):
     """What the HTTP API asks of a running job. Every method may be called from any thread, several at a time.
 
-    Answers are JSON documents; `openapi.SCHEMAS` says which fields each has at least. Errors of `core.errors` reach the
+    Answers are JSON documents; `answers.SCHEMAS` says which fields each has at least. Errors of `core.errors` reach the
     client with their text.
     """
 
@@ -45,8 +45,8 @@ class JobControl(Protocol):
     def rescale(self, workers: int | None, parallelism: int | None, stage: int | str | None) -> dict[str, Any]:
         """Begin a rescale, and say how far it is."""
 
-    def scale_out(self, stage: int | str) -> dict[str, Any]:
-        """Begin to give a stage one worker's worth more capacity, and say how far that is."""
+    def scale_out(self, stage: int | str | None) -> dict[str, Any]:
+        """Begin to add a worker to those asked for, and a task to the stage, if one is named; say how far that is."""
 
     def drain(self, worker: str) -> dict[str, Any]:
         """Begin to move everything away from a worker, which then leaves, and say how far that is."""
@@ -129,7 +129,7 @@ class Endpoint:
     path: str
     name: str
     summary: str
-    #: The name of the answer's schema in `openapi.SCHEMAS`, and whether the answer is a list of them.
+    #: The name of the answer's schema in `answers.SCHEMAS`, and whether the answer is a list of them.
     answer: str
     many: bool = False
     #: None: the server answers by itself.
@@ -203,7 +203,7 @@ def _rescale(control: JobControl, values: Values) -> dict[str, Any]:
 
 
 def _scale_out(control: JobControl, values: Values) -> dict[str, Any]:
-    return control.scale_out(values["stage"])
+    return control.scale_out(values.get("stage"))
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -258,10 +258,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "POST",
         "/scale",
         "scale",
-        "Give a stage one worker's worth more capacity.",
+        "Add a worker, and give a stage one worker's worth more capacity, if one is named.",
         "Rescale",
         call=_scale_out,
-        in_query=(_STAGE_NEEDED,),
+        in_query=(_STAGE,),
         changes=True,
     ),
     Endpoint(

@@ -4,95 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from anabranch.control.answers import SCHEMAS
 from anabranch.control.http_endpoints import ENDPOINTS, Endpoint, Field
 
 API_VERSION = "1"
-#: The states of a rescale, of which the last three are final.
-RESCALE_STATES = ("waiting", "migrating", "done", "failed", "replaced")
-#: A worker that drains still serves what it has not handed over.
-WORKER_STATES = ("joining", "serving", "draining")
-
-
-def _object(doc: str, required: tuple[str, ...], **properties: dict[str, Any]) -> dict[str, Any]:
-    """Further fields are allowed: answers grow, and clients ignore what they do not know."""
-    return {"type": "object", "description": doc, "properties": properties, "required": list(required)}
-
-
-_COUNT = {"type": "integer", "minimum": 0}
-_TEXT = {"type": "string"}
-
-#: What each answer has at least.
-SCHEMAS: dict[str, dict[str, Any]] = {
-    "Index": _object(
-        "The job, and the paths of the API by name.",
-        ("job", "links"),
-        job={"$ref": "#/components/schemas/Job"},
-        links={"type": "object", "additionalProperties": _TEXT},
-    ),
-    "Job": _object(
-        "The job as a whole; epoch is the last committed one, -1 before the first.",
-        ("id", "epoch", "workers"),
-        id=_TEXT,
-        name={"type": ["string", "null"]},
-        epoch={"type": "integer", "minimum": -1},
-        durableEpoch={"type": "integer", "minimum": -1},
-        routeVersion=_COUNT,
-        keyGroups=_COUNT,
-        workers=_COUNT,
-        rescale={
-            "anyOf": [{"$ref": "#/components/schemas/Rescale"}, {"type": "null"}],
-            "description": "The rescale that was asked for last.",
-        },
-    ),
-    "Stage": _object(
-        "A stateful stage.", ("number", "name", "parallelism"), number=_COUNT, name=_TEXT, parallelism=_COUNT
-    ),
-    "Worker": _object(
-        "A state worker.",
-        ("id", "address"),
-        id=_TEXT,
-        address=_TEXT,
-        state={"enum": list(WORKER_STATES)},
-        pid=_COUNT,
-        keyGroups=_COUNT,
-        rows=_COUNT,
-        bytes=_COUNT,
-    ),
-    "Route": _object("A route.", ("version",), version=_COUNT),
-    "Epoch": _object("The report of an epoch.", ("epoch",), epoch=_COUNT),
-    "Rescale": _object(
-        "How far a rescale is: the key groups that move, and those of them that have not arrived.",
-        ("number", "state"),
-        number=_COUNT,
-        state={"enum": list(RESCALE_STATES)},
-        what=_TEXT,
-        message={"type": "string", "description": "Why it failed, or what it was replaced by."},
-        workers={"type": ["integer", "null"]},
-        groupsMoving=_COUNT,
-        groupsPending=_COUNT,
-        seconds={"type": "number", "minimum": 0},
-    ),
-    "Migration": _object(
-        "A change of the route, and how much of the state that it moves has arrived.",
-        ("number", "done"),
-        number=_COUNT,
-        done={"type": "boolean"},
-        routeVersion=_COUNT,
-        groupsMoving=_COUNT,
-        groupsPending=_COUNT,
-        seconds={"type": "number", "minimum": 0},
-    ),
-    "Savepoint": _object("A savepoint that is complete.", ("epoch",), epoch=_COUNT),
-    "Stopping": _object("The job is about to stop.", ("stopping",), stopping={"const": True}),
-    "Health": _object("The API answers.", ("status",), status={"const": "ok"}),
-    "OpenApi": {"type": "object", "description": "An OpenAPI document."},
-    "Error": _object("What went wrong, and what to do.", ("error",), error=_TEXT),
-}
 
 _REFUSALS = {
     "400": "The request is wrong, or asks for what cannot be done.",
     "401": "A token is needed, or the one that was sent is wrong.",
     "403": "A request from a web page, under a foreign name, or a change by GET from another machine.",
+    "404": "There is no such path; the sentence names the nearest.",
+    "405": "The path does not know this method; the header Allow names those that it knows.",
+    "408": "The body did not arrive in time.",
     "409": "The job is in no state for this.",
     "413": "The body is too large.",
     "500": "An error of the server; its log has the details.",

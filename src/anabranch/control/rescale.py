@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -21,6 +21,7 @@ class RescaleState(StrEnum):
     REPLACED = "replaced"  #: a newer request came before this one took effect
 
 
+_ON_DEMAND_ONLY = "anabranch.drain is false: only keys that are asked for move, so this does not complete by itself"
 _ENDED = (RescaleState.DONE, RescaleState.FAILED, RescaleState.REPLACED)
 
 
@@ -44,6 +45,8 @@ class Migration:
     seconds: float | None = None
     #: How long the change itself held up the epoch that it came before.
     change_ms: int = 0
+    #: Whether state moves in the background as well; else only what is asked for does, and this never ends.
+    drains: bool = True
 
     @property
     def pending(self) -> int:
@@ -110,6 +113,22 @@ class Change:
         }
 
 
+def asked_for(workers: int | None, parallelism: Mapping[int, int]) -> Rescale:
+    """A rescale to so many workers, and to the parallelism of these stages; with neither, to share the load anew."""
+    parts = [f"{workers} workers"] if workers is not None else []
+    parts += _in_words(parallelism)
+    return Rescale(", ".join(parts) or "share the load anew", workers=workers, parallelism=parallelism)
+
+
+def _in_words(parallelism: Mapping[int, int]) -> list[str]:
+    return [f"parallelism {number} of stage {stage}" for stage, number in parallelism.items()]
+
+
+def parallelism_after(rescales: Iterable[Rescale]) -> dict[int, int]:
+    """Of the stages that these rescales name, one after the other."""
+    return {stage: number for rescale in rescales for stage, number in rescale.parallelism.items()}
+
+
 class Rescale:
     """The handle of a rescale. Any thread may call any method."""
 
@@ -147,7 +166,7 @@ class Rescale:
                 "number": self.number,
                 "what": self.what,
                 "state": str(self._state),
-                "message": self._message,
+                "message": self._message or self._warning(),
                 "workers": self.workers,
                 "parallelism": {str(stage): number for stage, number in self.parallelism.items()},
                 "startedEpoch": migration.get("firstEpoch"),
@@ -160,6 +179,19 @@ class Rescale:
                 "changeMs": migration.get("changeMs", 0),
                 "seconds": round(seconds, 3),
             }
+
+    def _warning(self) -> str:
+        """Why it will not be done, if that is so."""
+        migration = self._migration
+        is_endless = migration is not None and not migration.drains and migration.pending > 0
+        return _ON_DEMAND_ONLY if is_endless and self._state is RescaleState.MIGRATING else ""
+
+    def take_over(self, parallelism: Mapping[int, int]) -> None:
+        """Do also what rescales that this one replaces were to do, unless it says otherwise itself."""
+        with self._changed:
+            added = {stage: number for stage, number in parallelism.items() if stage not in self.parallelism}
+            self.parallelism |= added
+            self.what = ", ".join([self.what, *_in_words(added)])
 
     def begin(self, migration: Migration | None) -> None:
         """It has taken effect; None: nothing has to move."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from anabranch.checkpoint.rewind import newest_durable_epoch, rewind
 from anabranch.checkpoint.routes import newest_route, save_route
@@ -28,7 +29,7 @@ class Resumed:
     files: StateFiles
 
 
-def resume(claimed: Claimed, members: Membership, *, shared_store: bool = False) -> Resumed:
+def resume(claimed: Claimed, members: Membership, *, shared_store: bool = False, heartbeat_s: float = 0.0) -> Resumed:
     """Open the job on all workers at the last epoch that Spark committed."""
     storage = claimed.storage
     epoch = _return_to_durable_epoch(claimed)
@@ -38,7 +39,8 @@ def resume(claimed: Claimed, members: Membership, *, shared_store: bool = False)
     committed = Committed(epoch, files.committed_by)
     if shared_store:
         wipe_shared_store(claimed, members.all)
-    carry_out(claimed, members.all, Assignment(route, committed, files, offers=[] if shared_store else None))
+    offers: list[dict[str, Any]] | None = [] if shared_store else None
+    carry_out(claimed, members.all, Assignment(route, committed, files, offers=offers, heartbeat_s=heartbeat_s))
     logger.info("job %s resumes after epoch %d, generation %d", claimed.job.job_id, epoch, claimed.generation)
     return Resumed(claimed, route, committed, files)
 

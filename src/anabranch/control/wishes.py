@@ -6,11 +6,11 @@ Anybody may leave a wish at any time. The thread that runs epochs takes all of t
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from anabranch.control.members import Member, Membership
-from anabranch.control.rescale import Rescale, RescaleState
+from anabranch.control.rescale import Rescale, RescaleState, asked_for, parallelism_after
 from anabranch.control.supply import Recruits, WorkerSupply
 from anabranch.core.errors import SettingsError
 from anabranch.core.ids import WorkerId
@@ -30,8 +30,10 @@ class Taken:
 class Wishes:
     """Any thread may call any method."""
 
-    def __init__(self, members: Membership, supply: WorkerSupply, key_groups: int) -> None:
+    def __init__(self, members: Membership, supply: WorkerSupply, key_groups: int, *, can_leave: bool = True) -> None:
         self._members = members
+        #: Whether all that a worker has moves to others, so that it can leave.
+        self._can_leave = can_leave
         self._supply = supply
         self._key_groups = key_groups
         self._lock = threading.Lock()
@@ -41,6 +43,9 @@ class Wishes:
         #: Those that leave with the change that is being made.
         self._going: frozenset[WorkerId] = frozenset()
         self._rescales: list[Rescale] = []
+        #: The parallelism of stages that changes have set: those that were made, and the one that is being made.
+        self._set_before: dict[int, int] = {}
+        self._being_set: dict[int, int] = {}
 
     @property
     def are_ready(self) -> bool:
@@ -57,18 +62,20 @@ class Wishes:
 
     def rescale(self, rescale: Rescale) -> None:
         """Have so many workers; without a number: share the load out anew."""
-        wanted = rescale.workers
         with self._lock:
-            if wanted is not None:
-                self._check_count(wanted)
-                if wanted > len(self._members) + len(self.recruits.ready) and not self._supply.can_start:
-                    raise SettingsError(
-                        f"This query starts no workers itself, so it cannot have {wanted}. Start one with "
-                        "`anabranch worker --join HOST:PORT`, with the address of the query's url."
-                    )
-                self._end([each for each in self._rescales if each.workers is not None], RescaleState.REPLACED)
-                self.recruits.want(wanted, len(self._members))
-            self._rescales.append(rescale)
+            self._add(rescale)
+
+    def scale_out(self, in_force: Mapping[int, int]) -> Rescale:
+        """One worker more than was asked for last, and one task more for each of these stages, given how many it has.
+
+        All of it at once: whoever asks at the same time gets one more than that.
+        """
+        with self._lock:
+            newest = {**self._set_before, **self._being_set, **parallelism_after(self._rescales)}
+            more = {stage: newest.get(stage, tasks) + 1 for stage, tasks in in_force.items()}
+            rescale = asked_for(self.recruits.wanted + 1, more)
+            self._add(rescale)
+        return rescale
 
     def join(self, member: Member) -> Rescale:
         """Let a worker that was started elsewhere take part."""
@@ -90,6 +97,7 @@ class Wishes:
             if worker not in self._members.workers:
                 known = ", ".join(self._members.workers)
                 raise SettingsError(f"There is no worker {worker!r} that could leave. Workers: {known}.")
+            self._check_leaving()
             if worker not in self._leaving and worker not in self._going:
                 if len(self._members) + len(self.recruits.ready) - len(self._leaving) <= 1:
                     raise SettingsError(f"{worker} is the last worker. Add another one first, or stop the query.")
@@ -124,6 +132,7 @@ class Wishes:
             rescales: list[Rescale] = []
             if not self.recruits.starting:
                 rescales, self._rescales = self._rescales, []
+            self._being_set = parallelism_after(rescales)
             return Taken(lost, self.recruits.take(), leaving, rescales)
 
     def give_back(self, taken: Taken) -> None:
@@ -131,12 +140,15 @@ class Wishes:
         with self._lock:
             self._leaving |= taken.leaving
             self._going = frozenset()
+            self._being_set = {}
             self._rescales = taken.rescales + self._rescales
 
     def fulfilled(self) -> None:
         """The change has been made."""
         with self._lock:
             self._going = frozenset()
+            self._set_before |= self._being_set
+            self._being_set = {}
 
     def end(self, message: str) -> None:
         """The query has ended, so that nothing is fulfilled any more."""
@@ -151,10 +163,36 @@ class Wishes:
             if failed:  # if it was to replace a lost one, that is tried again with the next change
                 self.recruits.wanted = max(1, len(self._members) + len(self.recruits.ready) - len(self._leaving))
 
+    def _add(self, rescale: Rescale) -> None:
+        wanted = rescale.workers
+        if wanted is not None:
+            self._check_count(wanted)
+            if wanted < self.recruits.wanted:
+                self._check_leaving()
+            if wanted > len(self._members) + len(self.recruits.ready) and not self._supply.can_start:
+                raise SettingsError(
+                    f"This query starts no workers itself, so it cannot have {wanted}. Start one with "
+                    "`anabranch worker --join HOST:PORT`, with the address of the query's url."
+                )
+            # Only the number of workers is replaced: the parallelism of a stage stays wanted.
+            replaced = [each for each in self._rescales if each.workers is not None]
+            newest = parallelism_after(self._rescales)
+            rescale.take_over({stage: newest[stage] for stage in parallelism_after(replaced)})
+            self._end(replaced, RescaleState.REPLACED)
+            self.recruits.want(wanted, len(self._members))
+        self._rescales.append(rescale)
+
     def _end(self, rescales: Sequence[Rescale], state: RescaleState, message: str = "") -> None:
         for rescale in rescales:
             rescale.end(state, message or "A newer rescale came before this one took effect.")
             self._rescales.remove(rescale)
+
+    def _check_leaving(self) -> None:
+        if not self._can_leave:
+            raise SettingsError(
+                "No worker can leave while anabranch.drain is false: it would have to keep the state that nobody has "
+                "asked for. Start the query again with anabranch.drain=true, or with the workers that it is to have."
+            )
 
     def _check_count(self, workers: int) -> None:
         if not 1 <= workers <= self._key_groups:

@@ -28,6 +28,10 @@ INDEX = "_index"
 MEANING = b"anabranch.meaning"
 
 
+#: The traits of a stage.
+OPERATOR, JOIN_TYPE, TIME_MODE, OUTPUT_MODE = "operator", "join type", "time mode", "output mode"
+
+
 class Op:
     """What one row of a change does. Of one key, the CLEAR comes before everything else."""
 
@@ -64,6 +68,10 @@ class StageSpec:
     name: str
     key: pa.Schema
     variables: tuple[VariableSpec, ...]
+    #: What else the meaning of its state depends on, such as the operator and the type of a join, each under a name.
+    traits: Mapping[str, str] = field(default_factory=dict, hash=False)
+    #: State variables that it asks to be deleted, if there is anything of them.
+    deleted: tuple[str, ...] = ()
 
     @cached_property
     def layouts(self) -> Mapping[str, Layout]:
@@ -79,6 +87,8 @@ class StageSpec:
             "number": self.number,
             "name": self.name,
             "key": _encode_schema(self.key),
+            "traits": dict(self.traits),
+            "deleted": list(self.deleted),
             "variables": [
                 {
                     "name": variable.name,
@@ -96,6 +106,9 @@ class StageSpec:
             number=StageNumber(document["number"]),
             name=document["name"],
             key=_decode_schema(document["key"]),
+            # Neither is in what older versions wrote.
+            traits={str(name): str(value) for name, value in document.get("traits", {}).items()},
+            deleted=tuple(document.get("deleted", ())),
             variables=tuple(
                 VariableSpec(
                     name=variable["name"],

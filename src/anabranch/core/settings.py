@@ -36,6 +36,9 @@ class Settings:
         "redis://localhost:6379/0", "redisUrl", "the shared store of redis: redis://, rediss:// or redis+cluster://"
     )
     migration: str = _setting("lazy", "migration", "how state follows a rescale: lazy, eager or restart")
+    drain: bool = _setting(
+        True, "drain", "lazy migration also moves state in the background; false: only what is asked for, to experiment"
+    )
     key_groups: int = _setting(DEFAULT_KEY_GROUPS, "keyGroups", "hash buckets of keys; fixed when a job first starts")
     parallelism: int = _setting(0, "parallelism", "partitions of stateful stages; 0: as many as Spark has cores")
     state_path: str = _setting("", "statePath", "directory for local state of workers; empty: a temporary one")
@@ -84,6 +87,11 @@ class Settings:
         if self.migration not in MIGRATIONS:
             near = _nearest(self.migration, MIGRATIONS)
             raise SettingsError(f"{PREFIX}migration is {self.migration!r}; it can be {' or '.join(MIGRATIONS)}.{near}")
+        if not self.drain and (self.migration != "lazy" or self.store == "redis"):
+            raise SettingsError(
+                f"{PREFIX}drain is false, which is about lazy migration between workers that keep state themselves, "
+                f"but {PREFIX}migration is {self.migration} and {PREFIX}store is {self.store}. Leave {PREFIX}drain out."
+            )
         _check_range("controlPort", self.control_port, -1, 65535)
         for name in ("request_timeout_s", "worker_timeout_s", "heartbeat_s", "start_timeout_s"):
             if not getattr(self, name) > 0:

@@ -76,7 +76,8 @@ class WorkerClient:
                 f"The state worker at {self.address} did not answer {request.kind()!r} within {limit_s:g} s. "
                 "See whether it is overloaded or stopped, or raise anabranch.requestTimeout."
             )
-        if isinstance(error, flight.FlightUnavailableError):
+        # Nobody cancels a call here: it was cut off by the worker's end.
+        if isinstance(error, flight.FlightUnavailableError | flight.FlightCancelledError):
             return LostWorkerError(
                 f"The state worker at {self.address} cannot be reached. See whether its process runs and whether the "
                 "address is right. A running query goes on without it; one that has ended resumes from its checkpoint."

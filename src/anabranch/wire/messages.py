@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 from anabranch.core.errors import WorkerError
 
-#: The name of the one table of a Read: the keys whose state is asked for.
+#: The tables of a Read: the keys whose state is asked for; and by key group how many more rows than keys the task has.
 KEYS = "keys"
+FURTHER_ROWS = "further rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,8 @@ class OpenJob(JobRequest):
     #: StageSpec.to_json of every stateful stage.
     stages: list[dict[str, Any]]
     checkpoint: str
+    #: How often the driver looks after the worker: so long it may take to notice that the worker wants to leave.
+    heartbeat_ms: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,8 @@ class Assign(JobRequest):
     peers: list[dict[str, Any]] = field(default_factory=list)
     #: Where groups are in a store that workers share, as HandOver answered.
     shared: list[dict[str, Any]] = field(default_factory=list)
+    #: Whether state that other workers keep is also brought in the background. What comes from files always is.
+    drain: bool = True
     #: How long to wait for another worker, before its groups come from files as well.
     peer_timeout_ms: int = 30_000
 
@@ -245,6 +250,8 @@ class FetchGroups(FetchKeys):
     groups: list[int]
     #: Only those of keys that the last epochs changed, and only if epochs tend to change the same keys again.
     recent: bool = False
+    #: Whether nobody waits for them.
+    can_wait: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from anabranch.core.errors import LostWorkerError
 from anabranch.core.keygroups import key_groups_of
-from anabranch.core.schemas import HASH, INDEX, StageSpec
+from anabranch.core.schemas import GROUP, HASH, INDEX, StageSpec
 from anabranch.wire.client import WorkerClient, connections
-from anabranch.wire.messages import KEYS, LookUpRoute, Read, Write
+from anabranch.wire.messages import FURTHER_ROWS, KEYS, LookUpRoute, Read, Write
 
 #: Rows of one message. A larger exchange goes in several messages, so that none nears gRPC's limit of 2 GiB.
 MAX_ROWS_PER_MESSAGE = 1_000_000
@@ -93,6 +94,8 @@ class RoutedState:
         self._partition = partition
         self._attempt = attempt
         self._late_rows = 0
+        #: The hashes of the keys of all rows that have come, until they are told.
+        self._came: list[npt.NDArray[np.int64]] = []
         self.groups = np.flatnonzero(access.partitions == partition)
 
     def read(self, keys: pa.Table) -> Tables:
@@ -104,14 +107,20 @@ class RoutedState:
         routing = self._routing()
         involved = self._involved(routing)
         split = dict(self._split(routing, involved, keys))
+        further = self._further_rows(keys)
         parts = self._on_each(
-            involved, lambda worker: self._ask(routing, worker, keys, split.get(worker, _NOTHING), rest, expiries)
+            involved,
+            lambda worker: self._ask(routing, worker, keys, split.get(worker, _NOTHING), rest, expiries, further),
         )
         return Answers(
             found=_merge([part.found for part in parts], ordered=True),
             rest=_merge([part.rest for part in parts], ordered=False),
             expired=_merge([part.expired for part in parts], ordered=False),
         )
+
+    def note_rows(self, hashes: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Rows of keys with these hashes have come, which makes load. Workers are told with the first read."""
+        self._came = list(hashes)
 
     def note_late(self, rows: int) -> None:
         """So many rows came too late and were dropped: for the report about the epoch. Before the write."""
@@ -140,10 +149,14 @@ class RoutedState:
         rows: npt.NDArray[np.int64] | None,
         rest: bool,
         expiries: Sequence[Expiry],
+        further: pa.Table | None,
     ) -> Answers:
         access = self._access
         mine = keys if rows is None else keys.take(rows)
         groups = self.groups[routing.owners[self.groups] == worker].tolist()
+        load: Tables = {}
+        if further is not None:
+            load[FURTHER_ROWS] = further.filter(routing.owners[further.column(GROUP).to_numpy()] == worker)
         parts: list[Answers] = []
         # The rest is what no chunk asked for, so a read of the rest cannot be cut into chunks.
         for start, chunk in _chunks(mine, limit=len(mine) if rest else MAX_ROWS_PER_MESSAGE):
@@ -157,7 +170,7 @@ class RoutedState:
                 rest=rest,
                 expired=[asdict(expiry) for expiry in expiries] if start == 0 else [],
             )
-            _, tables = self._client(routing, worker).call(request, {KEYS: chunk})
+            _, tables = self._client(routing, worker).call(request, {KEYS: chunk, **(load if start == 0 else {})})
             found = _named(tables, "")
             parts.append(
                 Answers(
@@ -195,8 +208,35 @@ class RoutedState:
         if access.cache_route:
             return access.routing
         request = LookUpRoute(job=access.job, generation=access.generation)
-        header, _ = self._client(access.routing, 0).call(request)
-        return decode_routing(header)
+        silent: list[LostWorkerError] = []
+        for worker in self._whom_to_ask():
+            try:
+                header, _ = self._client(access.routing, worker).call(request)
+            except LostWorkerError as error:
+                silent.append(error)
+            else:
+                return decode_routing(header)
+        raise silent[0]
+
+    def _whom_to_ask(self) -> list[int]:
+        """Owners of this partition's key groups, as far as this task knows, then all others: none is asked by all."""
+        known = self._access.routing
+        owners = self._involved(known)
+        count = len(known.workers)
+        others = [(self._partition + step) % count for step in range(count)]
+        return [*owners, *(worker for worker in others if worker not in owners)]
+
+    def _further_rows(self, keys: pa.Table) -> pa.Table | None:
+        """By key group: how many more rows have come than keys. None if there are no more than that, as is usual."""
+        came, self._came = self._came, []
+        if sum(map(len, came)) <= len(keys):
+            return None
+        count = self._access.key_groups
+        further = -np.bincount(key_groups_of(keys.column(HASH).to_numpy(), count), minlength=count)
+        for hashes in came:
+            further += np.bincount(key_groups_of(hashes, count), minlength=count)
+        groups = np.flatnonzero(further > 0)
+        return pa.table({GROUP: groups, "rows": further[groups]})
 
     def _client(self, routing: Routing, worker: int) -> WorkerClient:
         access = self._access

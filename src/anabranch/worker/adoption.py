@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
+from anabranch.core.schemas import HASH
 from anabranch.worker.known import KnownKeys
 from anabranch.worker.layers import VariableState
 from anabranch.worker.origins import Flags, Hashes, Origin, Selection, slots_of
@@ -77,6 +78,9 @@ class Adoption:
         #: Held while state is brought: who needs a slot that another thread is bringing waits for it.
         self._bringing = threading.Lock()
         self.brought = Brought()
+        #: Keys in what the drain brought last; and whether room has been made for all that is to come.
+        self.rows_per_group = 0.0
+        self.has_room = False
 
     @property
     def pending(self) -> list[int]:
@@ -107,14 +111,16 @@ class Adoption:
     def prefetch(self) -> None:
         """Files do not tell which keys will be needed next."""
 
-    def drain(self, groups: Collection[int]) -> None:
+    def drain(self, groups: Collection[int], *, can_wait: bool = False) -> None:  # noqa: ARG002
         """Bring all that is missing of these key groups."""
         if not self._pending[list(groups)].any():
             return
         with self._bringing:
             chosen = self._chosen(groups)
             if chosen.any():
-                self.brought.note_drained(self._bring(Selection(chosen, ~self._fetched)))
+                parts = self._bring(Selection(chosen, ~self._fetched))
+                self.brought.note_drained(parts)
+                self.rows_per_group = _keys_in(parts) / np.count_nonzero(chosen)
                 self._pending &= ~chosen
 
     def redirect(self, make_origin: MakeOrigin) -> None:
@@ -148,6 +154,11 @@ class Adoption:
         for changes in parts:
             self._state.load(changes)
         return parts
+
+
+def _keys_in(parts: Collection[pa.Table]) -> int:
+    """How many keys there are in changes, in which a key may occur many times."""
+    return len(np.unique(np.concatenate([part.column(HASH).to_numpy() for part in parts]))) if parts else 0
 
 
 def _slots_for(rows: int) -> int:

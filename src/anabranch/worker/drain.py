@@ -29,6 +29,8 @@ _REST_MIN_S = 0.001
 _RETRY_S = 1.0
 #: An epoch that has neither ended nor begun anew for so long does not hold up the drain: it may never end.
 _EPOCH_MAX_S = 30.0
+#: A stream in which no epoch runs for so long has time.
+_NO_EPOCH_S = 1.0
 
 
 class Arriving(Protocol):
@@ -37,7 +39,7 @@ class Arriving(Protocol):
     @property
     def pending(self) -> list[int]: ...
 
-    def drain(self, groups: Collection[int]) -> None: ...
+    def drain(self, groups: Collection[int], *, can_wait: bool) -> None: ...
 
 
 class Drain:
@@ -45,13 +47,13 @@ class Drain:
 
     def __init__(
         self,
-        prefetch: Callable[[], None],
+        prepare: Callable[[], None],
         choose: Callable[[int], tuple[Arriving, list[int]] | None],
         rows: Callable[[], int],
     ) -> None:
-        """``prefetch``: bring what will be needed next; ``choose``: what to bring then, so many key groups at most;
+        """``prepare``: what comes before each step; ``choose``: what to bring then, so many key groups at most;
         ``rows``: how many rows have been brought."""
-        self._prefetch = prefetch
+        self._prepare = prepare
         self._choose = choose
         self._rows = rows
         self._groups = _GROUPS_AT_FIRST
@@ -61,6 +63,8 @@ class Drain:
         self._thread: threading.Thread | None = None
         self._stopped = False
         self._epoch_until_s = 0.0
+        #: Epochs that have ended.
+        self._ended = 0
         self._allowed = NO_LIMIT
 
     def start(self) -> None:
@@ -81,12 +85,33 @@ class Drain:
     def end_epoch(self) -> None:
         with self._wake:
             self._epoch_until_s = 0.0
+            self._ended += 1
             self._wake.notify_all()
 
-    def close(self) -> None:
+    def wait_for_end_of_epoch(self) -> bool:
+        """Wait until there is time: just after an epoch, or if none runs for a while. False: there will be none."""
+        with self._wake:
+            ended, idle_until_s = self._ended, time.monotonic() + _NO_EPOCH_S
+            while not self._stopped and self._ended == ended:
+                now_s = time.monotonic()
+                if now_s < self._epoch_until_s:
+                    self._wake.wait(self._epoch_until_s - now_s)
+                    idle_until_s = time.monotonic() + _NO_EPOCH_S
+                elif now_s < idle_until_s:
+                    self._wake.wait(idle_until_s - now_s)
+                else:
+                    break
+            return not self._stopped
+
+    def stop(self) -> None:
+        """No more steps, and nobody waits any longer."""
         with self._wake:
             self._stopped = True
             self._wake.notify_all()
+
+    def close(self) -> None:
+        self.stop()
+        with self._wake:
             thread = self._thread
         if thread is not None:
             thread.join()
@@ -123,11 +148,13 @@ class Drain:
     def _step(self, arriving: Arriving, groups: list[int]) -> None:
         before, started = self._rows(), time.monotonic()
         try:
-            self._prefetch()
-            arriving.drain(groups)
-        except AnabranchError as error:
-            # Whoever needs the state meets the same error and reports it; it may be over by the next try.
-            logger.warning("state cannot be brought yet: %s", error)
+            self._prepare()
+            arriving.drain(groups, can_wait=True)
+        except Exception as error:
+            # Any at all, or the migration would never end. Whoever needs the state meets the same error and reports it;
+            # it may be over by the next try.
+            unexpected = not isinstance(error, AnabranchError)
+            logger.warning("state cannot be brought yet: %s", error or type(error).__name__, exc_info=unexpected)
             self._rest(_RETRY_S)
             return
         took_s = time.monotonic() - started

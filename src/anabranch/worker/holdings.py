@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,15 +16,20 @@ from anabranch.core.errors import WorkerError
 from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
 from anabranch.worker.adoption import Adoption, Brought
+from anabranch.worker.background import in_background
 from anabranch.worker.drain import Drain
 from anabranch.worker.layers import VariableState
 from anabranch.worker.migration import FrozenSource, Migration
 from anabranch.worker.origins import Hashes, Origin
 
+logger = logging.getLogger(__name__)
+
 Variable = tuple[int, str]
 
 #: What counts of the load of earlier epochs, when an epoch begins.
 _LOAD_DECAY = 0.8
+#: For so many times the rows that seem to come, room is made: key groups differ.
+_ROOM = 1.1
 
 
 @dataclass(frozen=True)
@@ -52,14 +58,18 @@ class Holdings:
         self._held = np.zeros(key_groups, dtype=np.bool_)
         #: Key groups that others own now and may still read here, each with the epoch as of which it was frozen.
         self._frozen: dict[int, int] = {}
+        #: Key groups that could not be removed: something of them is still in the stores, and belongs to nobody.
+        self._left_over: frozenset[int] = frozenset()
         self._arriving: dict[Variable, list[Adoption | Migration]] = {}
         #: Those whose source may not have frozen anything yet.
         self._not_yet: list[Adoption | Migration] = []
+        #: Whether state that its former owner keeps is also brought in the background.
+        self.drains_migrations = True
         #: What adoptions that are over have brought.
         self._brought = Brought()
-        #: By key group: keys asked for lately.
+        #: By key group: keys asked for lately, and rows that tasks had beyond one for each of them.
         self._load: npt.NDArray[np.float64] = np.zeros(key_groups)
-        self._drain = Drain(self._prefetch, self._choose, lambda: self._total().drained_rows)
+        self._drain = Drain(self._prepare, self._choose, lambda: self._total().drained_rows)
 
     @property
     def groups(self) -> frozenset[int]:
@@ -81,6 +91,8 @@ class Holdings:
         with self._dropping, self._lock:
             wanted = frozenset(groups)
             left, adopted = self._groups - wanted, wanted - self._groups
+            self._forget(adopted & self._left_over)
+            self._left_over -= adopted
             if freeze_as_of is None:
                 self._forget(left | self._frozen.keys())
             else:
@@ -105,7 +117,7 @@ class Holdings:
     def start_drain(self) -> None:
         """Bring what is missing in the background, from now on: all former owners know that they are."""
         self._not_yet = []
-        if any(each.pending for each in self._all()):
+        if any(each.pending and self._may_drain(each) for each in self._all()):
             self._drain.start()
 
     def fetch(self, variable: Variable, hashes: Hashes, keys: Any) -> None:
@@ -119,6 +131,12 @@ class Holdings:
         self._load += np.bincount(groups, minlength=self._key_groups)
         for each in self._arriving.get(variable, ()):
             each.fetch(hashes, keys)
+
+    def add_load(self, groups: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
+        """Tasks have had so many rows of these key groups, besides the keys that they ask for."""
+        if len(groups) and (groups.min() < 0 or groups.max() >= self._key_groups):
+            raise WorkerError(f"There are only {self._key_groups} key groups. Run the same version everywhere.")
+        self._load += np.bincount(groups, weights=rows, minlength=self._key_groups)
 
     def fetch_frozen(self, variable: Variable, hashes: Hashes, keys: Any, as_of: int) -> None:
         """The same, for a new owner of the keys' groups."""
@@ -159,17 +177,20 @@ class Holdings:
             self.complete(variable)
 
     def release(self, kept: Mapping[int, int]) -> None:
-        """Forget what was kept for others: key groups, each with the epoch as of which it was frozen.
-
-        Takes a while, and nobody but the next assignment waits for it.
-        """
+        """Forget what was kept for others: key groups, each with the epoch as of which it was frozen. Takes a while."""
         with self._dropping:
             with self._lock:
                 released = frozenset(group for group, as_of in kept.items() if self._frozen.get(group) == as_of)
                 self._frozen = {group: as_of for group, as_of in self._frozen.items() if group not in released}
                 for each in self._all():
                     each.forget(released)
+            self._left_over |= released
             self._drop(released)
+            self._left_over -= released
+
+    def wait_for_time(self) -> bool:
+        """Wait until an epoch has just ended, or none runs; False: nothing more is to be done."""
+        return self._drain.wait_for_end_of_epoch()
 
     def pending(self, variable: Variable) -> frozenset[int]:
         """The key groups of which some state may not have arrived."""
@@ -183,7 +204,7 @@ class Holdings:
         return {"pendingGroups": len(pending), "frozenGroups": len(self._frozen), **asdict(total)}
 
     def load(self) -> dict[int, float]:
-        """The key groups that were asked for lately, each with how many of its keys."""
+        """The key groups that were asked for lately, each with how many of its keys, and further rows."""
         return {group: float(self._load[group]) for group in sorted(self._groups) if self._load[group] > 0.5}
 
     def begin_epoch(self, drain_rows: int) -> None:
@@ -193,6 +214,10 @@ class Holdings:
 
     def end_epoch(self) -> None:
         self._drain.end_epoch()
+
+    def stop(self) -> None:
+        """Nothing more is to be done in the background."""
+        self._drain.stop()
 
     def close(self) -> None:
         """End the drain, and keep nothing for others: what they ask for after this is not here."""
@@ -245,20 +270,40 @@ class Holdings:
             total.add(each.brought)
         return total
 
-    def _prefetch(self) -> None:
-        for each in self._all():
-            if each not in self._not_yet:
+    def _prepare(self) -> None:
+        """Bring what will be needed next, and make room for all that comes: rows are not copied on the way."""
+        for variable, arriving in list(self._arriving.items()):
+            begun = [each for each in arriving if self._may_drain(each)]
+            for each in begun:
                 each.prefetch()
+            rows_per_group = max((each.rows_per_group for each in begun), default=0.0)
+            if rows_per_group and not all(each.has_room for each in begun):
+                groups = sum(len(each.pending) for each in begun)
+                for each in begun:
+                    each.has_room = True
+                self._make_room(variable, int(_ROOM * rows_per_group * groups))
+
+    def _make_room(self, variable: Variable, rows: int) -> None:
+        try:
+            in_background(partial(self._states[variable].make_room, rows))
+        except (MemoryError, WorkerError) as error:
+            # It was an estimate. If it is right, whoever loads a row that has no place will say so.
+            logger.warning("no room for %d rows of %s at once: %s", rows, variable[1], error or "not enough memory")
 
     def _choose(self, count: int) -> tuple[Adoption | Migration, list[int]] | None:
         """What the drain brings next: the key groups that are asked for most."""
         with self._lock:
             self._let_go()
-            unfinished = [each for each in self._all() if each not in self._not_yet]
+            unfinished = [each for each in self._all() if self._may_drain(each)]
             if not unfinished:
                 return None
             pending = unfinished[0].pending
         return unfinished[0], sorted(pending, key=lambda group: -self._load[group])[:count]
+
+    def _may_drain(self, arriving: Adoption | Migration) -> bool:
+        if isinstance(arriving, Migration) and not self.drains_migrations:
+            return False
+        return arriving not in self._not_yet
 
     def _let_go(self) -> None:
         """Of adoptions that are over, and of what they keep of their origin."""

@@ -100,6 +100,10 @@ class HashIndex:
             which, at = which[~twin], (at[~twin] + 1) & (len(slots) - 1)
         return rows
 
+    def insert_new(self, hashes: Hashes, rows: RowNumbers) -> None:
+        """Add keys that are absent and differ from each other."""
+        self.insert(hashes, rows, _all_differ)
+
     def remove(self, slots: Positions) -> None:
         """Take the rows in these slots, each named once, out of the index."""
         after = self._slots.take((slots + 1) & (len(self._slots) - 1))
@@ -109,16 +113,19 @@ class HashIndex:
         self._live -= len(slots)
         self._used -= int(np.count_nonzero(ends))
 
+    def has_room(self, more: int) -> bool:
+        return self._used + more <= _MAX_LOAD * len(self._slots)
+
     def reserve(self, more: int, hashes_of: Callable[[RowNumbers], Hashes]) -> None:
         """Make room for more rows. A concurrent search goes on in the slots with which it began."""
-        if self._used + more <= _MAX_LOAD * len(self._slots):
+        if self.has_room(more):
             return
         # Half as much again, lest removed rows alone bring the next rebuild about soon.
         grown = HashIndex(max(self._live + more, self._live * 3 // 2))
         rows = self.rows()
         for start in range(0, len(rows), _REBUILD_ROWS):
             part = rows[start : start + _REBUILD_ROWS]
-            grown.insert(hashes_of(part), part, _all_differ)
+            grown.insert_new(hashes_of(part), part)
         self._slots, self._used = grown._slots, grown._used
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -22,7 +23,8 @@ from anabranch.core.requests import Refusal, Run, RunId, StageAttempt
 from anabranch.core.schemas import OP, Op, StageSpec
 from anabranch.core.transactions import TransactionMachine
 from anabranch.wire import messages
-from anabranch.worker.holdings import Variable
+from anabranch.worker.background import in_background, stand_back
+from anabranch.worker.holdings import Holdings, Variable
 from anabranch.worker.jobstate import JobShape, JobState
 from anabranch.worker.staging import Staging, Tables
 from anabranch.worker.storeoptions import StoreOptions
@@ -44,6 +46,7 @@ class WorkerJob:
         self._lock = threading.RLock()
         self._machine = TransactionMachine()
         self._folder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fold")
+        self._releaser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="release", initializer=stand_back)
         self._folds: list[Future[None]] = []
         self._opened: JobState | None = None
         self._staging = Staging()
@@ -123,6 +126,7 @@ class WorkerJob:
             self._carry_out(instructions)
             state = self._state
         epoch = next(i.epoch for i in instructions if isinstance(i, requests.ServeState))
+        state.note_further_rows(tables.get(messages.FURTHER_ROWS))
         return state.read(request, _keys(tables), epoch)
 
     def write(self, request: messages.Write, tables: Tables) -> dict[str, Any]:
@@ -212,7 +216,7 @@ class WorkerJob:
         state = self._state_for(request)
         with self._lock:
             if (request.generation, request.number) == self._assignment:
-                self._folds.append(self._folder.submit(state.holdings.release, state.holdings.frozen))
+                self._releaser.submit(_release, state.holdings, state.holdings.frozen)
         return {}
 
     def fetch_keys(self, request: messages.FetchKeys, tables: Tables) -> Tables:
@@ -227,7 +231,12 @@ class WorkerJob:
                 return state.scan(request)
             case messages.FetchDue():
                 return state.fetch_due(request)
-        return state.fetch_groups(request)
+        fetch = partial(state.fetch_groups, request)
+        if not request.can_wait:
+            return fetch()
+        # What has not arrived here itself may come from files, and Arrow keeps the threads that read them.
+        state.holdings.complete_frozen((request.stage, request.variable), request.groups, request.as_of)
+        return in_background(fetch)
 
     @property
     def is_idle(self) -> bool:
@@ -240,7 +249,11 @@ class WorkerJob:
             self._check_generation(request)
 
     def close(self) -> None:
+        with self._lock:
+            if self._opened is not None:
+                self._opened.holdings.stop()
         self._folder.shutdown(wait=True)
+        self._releaser.shutdown(wait=True)
         with self._lock:
             if self._opened is not None:
                 self._opened.close()
@@ -313,6 +326,15 @@ class WorkerJob:
                 f"A newer driver (generation {newest}) has taken over this job; this one is generation "
                 f"{request.generation}. Stop this query: one checkpoint belongs to one running query."
             )
+
+
+def _release(holdings: Holdings, kept: Mapping[int, int]) -> None:
+    """Let go of what others have brought to themselves, out of the way of epochs; only the next assignment waits."""
+    try:
+        if holdings.wait_for_time():
+            holdings.release(kept)
+    except Exception:
+        logger.exception("key groups that others have now still take memory here, until they come back or the job ends")
 
 
 def _epoch(request: messages.EpochRequest) -> dict[str, Any]:

@@ -113,6 +113,7 @@ class JobState:
             shared = self._shared.take_over(new, request.shared, f"{request.generation}.{request.number}")
             self._shared.forget(self.holdings.groups - set(request.groups))
         sources = Sources(from_checkpoint, peers if self._shared is None else {}, shared)
+        self.holdings.drains_migrations = request.drain
         adopted, left = self.holdings.assign(request.groups, sources, freeze_as_of=freeze_as_of)
         for state in self._states.values() if shared else ():
             state.expect_unnoticed(shared)
@@ -161,6 +162,11 @@ class JobState:
             expiry = Expiry(**document)
             answers[EXPIRED + expiry.variable] = self._expired(expiry, request, epoch)
         return answers
+
+    def note_further_rows(self, rows: pa.Table | None) -> None:
+        """The load of a task that has more rows than keys."""
+        if rows is not None:
+            self.holdings.add_load(rows.column(0).to_numpy(), rows.column(1).to_numpy())
 
     def _expired(self, expiry: Expiry, request: messages.Read, epoch: int) -> pa.Table:
         """Rows that are due."""

@@ -175,6 +175,10 @@ class VariableState:
         """An empty set of keys of this variable."""
         return KnownKeys(self._codec, self._shape)
 
+    def make_room(self, rows: int) -> None:
+        """So many rows are about to be loaded, as far as can be told."""
+        self._store.make_room(rows)
+
     def load(self, changes: pa.Table) -> None:
         """Restore: apply changes straight to the store, below all layers."""
         encoded = self._codec.encode_changes(changes)

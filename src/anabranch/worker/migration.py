@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,13 +22,14 @@ from anabranch.core.eventtime import FIRST_TIME, LAST_TIME, EventTime
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH
 from anabranch.worker.adoption import Adoption, Brought, MakeOrigin
+from anabranch.worker.background import in_background
 from anabranch.worker.layers import VariableState
 from anabranch.worker.origins import Flags, Hashes
 
 logger = logging.getLogger(__name__)
 
 #: Rows that are loaded at a time: a fetch waits for no longer than this takes.
-_ROWS_PER_LOAD = 1 << 14
+_ROWS_PER_LOAD = 1 << 13
 
 
 class FrozenSource(Protocol):
@@ -42,7 +44,7 @@ class FrozenSource(Protocol):
     def recent(self, groups: Collection[int]) -> Iterator[pa.Table]:
         """The same of those keys that are likely to be needed next, or nothing if that is not known."""
 
-    def scan(self, groups: Collection[int]) -> Iterator[pa.Table]:
+    def scan(self, groups: Collection[int], *, can_wait: bool = False) -> Iterator[pa.Table]:
         """All rows of these key groups, as changes, in bounded pieces."""
 
 
@@ -76,6 +78,9 @@ class Migration:
         #: What goes on in this one's place, once the source has failed.
         self._from_checkpoint: Adoption | None = None
         self.brought = Brought()
+        #: In what the drain brought last; and whether room has been made for all that is to come.
+        self.rows_per_group = 0.0
+        self.has_room = False
 
     @property
     def pending(self) -> list[int]:
@@ -132,15 +137,16 @@ class Migration:
         except AnabranchError as error:
             self._fall_back(error)
             return
-        self._load_whole(parts, self.brought.note_drained)
+        for pieces in _between_keys(parts):
+            self._load_whole(pieces, self.brought.note_drained)
 
-    def drain(self, groups: Collection[int]) -> None:
-        """Bring all that is missing of these key groups."""
+    def drain(self, groups: Collection[int], *, can_wait: bool = False) -> None:
+        """Bring all that is missing of these key groups; nobody may be waiting for it."""
         chosen = [group for group in groups if self._pending[group]]
         if chosen and self._from_checkpoint is None:
+            bring = partial(self._bring, chosen, can_wait=can_wait)
             try:
-                for part in self._source.scan(chosen):
-                    self._load_drained(part)
+                self.rows_per_group = (in_background(bring) if can_wait else bring()) / len(chosen)
             except AnabranchError as error:
                 self._fall_back(error)
             with self._loading:
@@ -148,6 +154,14 @@ class Migration:
                     self._pending[chosen] = False
         if self._from_checkpoint is not None:
             self._from_checkpoint.drain(chosen)
+
+    def _bring(self, groups: Collection[int], *, can_wait: bool) -> int:
+        """How many rows there are in these key groups, all of which have been brought."""
+        rows = 0
+        for part in self._source.scan(groups, can_wait=can_wait):
+            self._load_drained(part)
+            rows += len(part)
+        return rows
 
     def redirect(self, make_origin: MakeOrigin) -> None:
         """Where the checkpoint's files are now, in case they are needed."""
@@ -208,3 +222,28 @@ class Migration:
                 self._state, self._make_origin(pending), pending, len(self._pending), self._known
             )
             self._from_checkpoint.brought = self.brought
+
+
+def _between_keys(parts: list[pa.Table]) -> Iterator[list[pa.Table]]:
+    """The same rows in pieces of bounded size, none of which ends within a key. The rows of a key follow each other."""
+    held: list[pa.Table] = []
+    last_hash = 0
+    for part in parts:
+        hashes = part.column(HASH).to_numpy()
+        if not len(hashes):
+            continue
+        if held and hashes[0] != last_hash:
+            yield held
+            held = []
+        last_hash = hashes[-1]
+        ends = np.append(np.flatnonzero(hashes[1:] != hashes[:-1]) + 1, len(hashes))
+        start = 0
+        while start < len(hashes):
+            end = int(ends[np.searchsorted(ends, min(start + _ROWS_PER_LOAD, len(hashes)))])
+            held.append(part.slice(start, end - start))
+            start = end
+            if end < len(hashes):
+                yield held
+                held = []
+    if held:
+        yield held

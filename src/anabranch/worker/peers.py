@@ -55,9 +55,9 @@ class PeerOrigin:
             _, tables = self._client().call(FetchKeys(**self._numbers), {KEYS: chunk})
             yield as_puts(entries_of(chunk, tables[ENTRIES]), self._layout)
 
-    def scan(self, groups: Collection[int]) -> Iterator[pa.Table]:
+    def scan(self, groups: Collection[int], *, can_wait: bool = False) -> Iterator[pa.Table]:
         """All rows of these key groups, as changes, in bounded pieces."""
-        yield from self._rows(FetchGroups(**self._numbers, groups=sorted(groups)))
+        yield from self._rows(FetchGroups(**self._numbers, groups=sorted(groups), can_wait=can_wait))
 
     def due(self, groups: Collection[int], event_time: EventTime, since: int, up_to: int) -> Iterator[pa.Table]:
         """All entries of all keys of these key groups that have a row with a time from one to another, as changes."""

@@ -28,7 +28,7 @@ from anabranch.worker.storeoptions import StoreOptions
 
 logger = logging.getLogger(__name__)
 
-#: A worker that is to go waits for a driver to take its key groups, unless none has asked for so long.
+#: A worker that is to go waits for a driver to take its key groups, unless its next look is so late.
 _PATIENCE_S = 10.0
 
 

@@ -45,14 +45,16 @@ class StateService(flight.FlightServerBase):  # type: ignore[misc]
         self._jobs: dict[str, WorkerJob] = {}
         self._leaving = False
         self._asked_s = time.monotonic()
+        #: How often the driver of each job looks after this worker.
+        self._heartbeats_s: dict[str, float] = {}
 
     def leave(self, *, patience_s: float, urgent: threading.Event) -> None:
         """Tell drivers that this worker is to go, and wait until others have all that it holds.
 
-        A driver that has not asked for so long is gone; what this worker holds is in its checkpoint.
+        A driver that is so late with its next look is gone; what this worker holds is in its checkpoint.
         """
         self._leaving = True
-        while time.monotonic() - self._asked_s < patience_s:
+        while time.monotonic() - self._asked_s < max(self._heartbeats_s.values(), default=0.0) + patience_s:
             with self._lock:
                 if all(job.is_idle for job in self._jobs.values()):
                     return
@@ -124,7 +126,11 @@ class StateService(flight.FlightServerBase):  # type: ignore[misc]
             if request.job not in self._jobs:
                 self._jobs[request.job] = WorkerJob(self._worker, request.job, self._stores, self._token)
             job = self._jobs[request.job]
-        return job.open(request)
+        answer = job.open(request)
+        with self._lock:
+            self._heartbeats_s = {**self._heartbeats_s, request.job: request.heartbeat_ms / 1000}
+            self._asked_s = time.monotonic()
+        return answer
 
     def _close(self, request: messages.CloseJob) -> dict[str, Any]:
         with self._lock:
@@ -133,6 +139,7 @@ class StateService(flight.FlightServerBase):  # type: ignore[misc]
                 return {}
             job.check_generation(request)
             del self._jobs[request.job]
+            self._heartbeats_s = {each: s for each, s in self._heartbeats_s.items() if each in self._jobs}
         job.close()
         if (folder := self._stores.folder(request.job)) is not None:
             shutil.rmtree(folder, ignore_errors=True)

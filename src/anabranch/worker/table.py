@@ -8,6 +8,8 @@ meanwhile, except that ``reserve`` may run beside searches.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,15 +19,39 @@ from anabranch.worker.index import Hashes, HashIndex, Positions, RowNumbers, Sam
 
 _WORD = 8
 _MAX_ROWS = np.iinfo(np.int32).max
-#: The columns grow by an eighth: doubling them would leave up to half of the memory unused.
-_GROWTH_DIVISOR = 8
-_MIN_GROWTH = 1024
+_MIN_ROWS = 1024
+#: Rows moved at a time, so that what a step works on stays in the processor's cache.
+_MOVED_ROWS = 1 << 16
+
+
+@dataclass(frozen=True)
+class IndexDraft:
+    """An index of the rows that a table had at one moment, and where these rows are."""
+
+    live: npt.NDArray[np.bool_]
+    records: npt.NDArray[np.uint64]
+    index: HashIndex
+    #: By row: the hash that the index knows it by.
+    hashes: Hashes
+
+    def build(self) -> None:
+        """Takes a while. The table may change meanwhile: it notes which rows do."""
+        rows = np.flatnonzero(self.live).astype(np.int32)
+        for start in range(0, len(rows), _MOVED_ROWS):
+            part = rows[start : start + _MOVED_ROWS]
+            self.hashes[part] = hashes = self.records[part, 0].view(np.int64)
+            self.index.insert_new(hashes, part)
+
+    def forget(self, rows: RowNumbers) -> None:
+        _, slots = self.index.find(self.hashes[rows], lambda held, which: held == rows[which])
+        self.index.remove(slots)
 
 
 class RowTable:
     """Rows by key; ``None`` as a width means values of varying width, and any objects as values."""
 
-    def __init__(self, key_width: int | None, value_width: int | None) -> None:
+    def __init__(self, key_width: int | None, value_width: int | None, *, room_bytes: int = 0) -> None:
+        """Up to so many bytes, records are never copied: while they are not used, they take addresses only."""
         self._key_width, self._value_width = key_width, value_width
         packed = {"hash": _WORD, "key": key_width or 0, "value": value_width or 0}
         offsets = dict(zip(packed, np.cumsum([0, *packed.values()]).tolist(), strict=False))
@@ -38,7 +64,7 @@ class RowTable:
                 "itemsize": self._words * _WORD,
             }
         )
-        self._records = np.empty((0, self._words), dtype=np.uint64)
+        self._records = self._room_for(room_bytes // (self._words * _WORD))
         self._keys = np.empty(0, dtype=object) if key_width is None else None
         self._values = np.empty(0, dtype=object) if value_width is None else None
         self._index = HashIndex()
@@ -46,22 +72,31 @@ class RowTable:
         self._end = 0
         self._free = np.empty(0, dtype=np.int32)
         self._live = np.zeros(0, dtype=np.bool_)
-        self._grow(_MIN_GROWTH)
+        #: Rows that came or went while the draft of an index is being built; None if none is.
+        self._touched: list[RowNumbers] | None = None
+        self._grow(_MIN_ROWS)
+
+    def _room_for(self, rows: int) -> npt.NDArray[np.uint64]:
+        """Records for so many rows, or for few if addresses are as scarce as memory."""
+        try:
+            return np.empty((max(_MIN_ROWS, rows), self._words), dtype=np.uint64)
+        except MemoryError:
+            return np.empty((_MIN_ROWS, self._words), dtype=np.uint64)
 
     def __len__(self) -> int:
         return len(self._index)
 
     @property
     def capacity(self) -> int:
-        """The rows that the columns have room for."""
-        return len(self._records)
+        """The rows that all columns have room for."""
+        return len(self._live)
 
     @property
     def nbytes(self) -> int:
-        """The memory held; of objects, as estimated from some of them."""
+        """The memory held; of objects, as estimated from some of them. Records that were never used have none yet."""
         objects = [column[: self._end] for column in (self._keys, self._values) if column is not None]
         unused = (self.capacity - self._end) * len(objects) * _WORD
-        columns: list[Encoded] = [self._records, self._free, self._live, *objects]
+        columns: list[Encoded] = [self._records[: self._end], self._free, self._live, *objects]
         return self._index.nbytes + unused + sum(size_bytes(column) for column in columns)
 
     def find(self, hashes: Hashes, keys: Encoded) -> RowNumbers:
@@ -105,11 +140,61 @@ class RowTable:
         self._index.reserve(more, self.hashes)
         missing = more - len(self._free) - (self.capacity - self._end)
         if missing > 0:
-            self._grow(max(missing, self.capacity // _GROWTH_DIVISOR, _MIN_GROWTH))
+            # Twice as much: what is not used yet costs addresses only, and rows are seldom copied.
+            self._grow(max(missing, min(self.capacity, _MAX_ROWS - self.capacity)))
+
+    def without(self, dropped: RowNumbers) -> RowTable:
+        """A table of its own with all rows but these, which takes no more memory than they need."""
+        kept = self._live[: self._end].copy()
+        kept[dropped] = False
+        rows = np.flatnonzero(kept).astype(np.int32)
+        table = RowTable(self._key_width, self._value_width, room_bytes=self._records.nbytes)
+        table.reserve(len(rows))
+        for start in range(0, len(rows), _MOVED_ROWS):
+            part = rows[start : start + _MOVED_ROWS]
+            to = table._allocate(len(part))
+            objects = None if self._values is None else self._values.take(part)
+            table._write(to, self._opaque(self._records).take(part), objects)
+            if self._keys is not None and table._keys is not None:
+                table._keys[to] = self._keys.take(part)
+            table._index.insert_new(self.hashes(part), to)
+        return table
+
+    def draft_index(self, more: int) -> IndexDraft | None:
+        """Begin an index with room for more rows, to be built while the table goes on changing; None if there is room.
+
+        Nothing may change during the call.
+        """
+        if self._index.has_room(more):
+            return None
+        index, hashes = HashIndex(len(self) + more), np.empty(self._end, dtype=np.int64)
+        draft = IndexDraft(self._live[: self._end].copy(), self._records, index, hashes)
+        self._touched = []
+        return draft
+
+    def drop_draft(self) -> None:
+        """The index that was begun is of no use."""
+        self._touched = None
+
+    def use_index(self, draft: IndexDraft) -> None:
+        """Use an index that has been built meanwhile, after what has changed since. Searches may go on."""
+        touched = np.unique(np.concatenate([*(self._touched or ()), np.empty(0, dtype=np.int32)]))
+        self._touched = None
+        known = touched[touched < len(draft.live)]
+        draft.forget(known[draft.live[known]])
+        came = touched[self._live[touched]]
+        draft.index.reserve(len(came), self.hashes)
+        draft.index.insert_new(self.hashes(came), came)
+        self._index = draft.index
 
     def rows(self) -> RowNumbers:
         """All rows, in the order of their numbers."""
         return np.flatnonzero(self._live[: self._end]).astype(np.int32)
+
+    def all_hashes(self) -> Hashes:
+        """Of all rows, in the order of their numbers."""
+        hashes = self._records[: self._end, 0].view(np.int64)
+        return hashes if len(self) == self._end else hashes[self._live[: self._end]]
 
     def hashes(self, rows: RowNumbers) -> Hashes:
         return self._records.ravel().take(rows.astype(np.intp) * self._words).view(np.int64)
@@ -196,9 +281,16 @@ class RowTable:
         self._free = self._free[: len(self._free) - len(again)]
         fresh = np.arange(self._end, self._end + count - len(again), dtype=np.int32)
         self._end += len(fresh)
-        return np.concatenate((again, fresh))
+        rows = np.concatenate((again, fresh))
+        self._note_touched(rows)
+        return rows
+
+    def _note_touched(self, rows: RowNumbers) -> None:
+        if self._touched is not None:
+            self._touched.append(rows)
 
     def _release(self, rows: RowNumbers) -> None:
+        self._note_touched(rows)
         self._free = np.concatenate((self._free, rows))
         self._live[rows] = False
         for column in (self._keys, self._values):
@@ -212,9 +304,10 @@ class RowTable:
                 f"A state variable cannot hold more than {_MAX_ROWS} keys in the memory of one worker; "
                 "add workers, or use the RocksDB store."
             )
-        records = np.empty((capacity, self._words), dtype=np.uint64)
-        records[: self._end] = self._records[: self._end]
-        self._records = records
+        if capacity > len(self._records):
+            records = np.empty((capacity, self._words), dtype=np.uint64)
+            records[: self._end] = self._records[: self._end]
+            self._records = records
         self._live = np.concatenate((self._live, np.zeros(more, dtype=np.bool_)))
         self._keys = _grown(self._keys, capacity, self._end)
         self._values = _grown(self._values, capacity, self._end)

@@ -141,7 +141,6 @@ def expected(rows: list[dict[str, Any]], fields: Fields) -> Any:
     return comparable([{f.name: model(row.get(f.name), f.type) for f in fields} for row in rows])
 
 
-@settings(max_examples=150, deadline=None)
 @given(histories(), st.integers(0, 3), st.integers(0, 6))
 def test_state_reads_the_same_whether_it_changed_in_one_step_or_in_two(
     history: tuple[list[Fields], list[dict[str, Any]]], skip: int, length: int

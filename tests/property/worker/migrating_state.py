@@ -143,11 +143,11 @@ class Frozen:
         rows = self._state.due(NOW, groups, event_time, up_to, since=since, whole_keys=True)
         yield from self._pieces(rows.to_batches())
 
-    def scan(self, groups: Collection[int]) -> Iterator[pa.Table]:
+    def scan(self, groups: Collection[int], *, can_wait: bool = False) -> Iterator[pa.Table]:
         self._check()
         self.scanned_groups += groups
         if self._before is not None:
-            self._before.drain(groups)
+            self._before.drain(groups, can_wait=can_wait)
         yield from self._pieces(self._state.scan(NOW, groups))
 
     def _pieces(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:

@@ -99,7 +99,7 @@ class Pair:
         assert not set(groups) & set(self.adoption.pending)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), kind=st.sampled_from(KINDS), store=st.sampled_from(["memory", "memory", "rocksdb"]))
 def test_adopted_state_is_what_it_would_have_been(data: st.DataObject, kind: VariableKind, store: str) -> None:
     layout = layout_of(kind)

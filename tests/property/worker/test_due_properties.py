@@ -160,7 +160,7 @@ def _few_stale_entries(monkeypatch: pytest.MonkeyPatch) -> None:
 STEPS = ["change", "change", "change", "ask", "ask", "fold", "fold", "roll_back", "load", "drop", "ask_for_keys"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_what_is_due_is_what_a_look_at_all_rows_finds(data: st.DataObject, redis_connection: RedisConnection) -> None:
     with tempfile.TemporaryDirectory() as directory:

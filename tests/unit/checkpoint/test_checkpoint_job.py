@@ -129,7 +129,7 @@ def test_missing_and_additional_stages_mean_another_job(
     storage: Storage, job: JobDescription, stage: StageSpec
 ) -> None:
     create_or_check(storage, job)
-    other = replace(stage, number=StageNumber(3), name="stage3")
+    other = replace(stage, number=StageNumber(3), name="stage3", variables=stage.variables[:1])
     message = refusal(storage, replace(job, stages=(other,)))
     assert "the checkpoint has the stateful stage stage2 with the key (user bigint), and this query does" in message
     assert "this query has the stateful stage stage3 with the key (user bigint), and the checkpoint does" in message

@@ -14,15 +14,16 @@ from anabranch.checkpoint import (
     Storage,
     claim_generation,
     create_or_check,
+    documents,
     read_job,
     write_manifest,
 )
 from anabranch.checkpoint.evolution import MEANING
-from anabranch.checkpoint.job import save_shape
+from anabranch.checkpoint.job import deleted_variables, save_shape
 from anabranch.core.errors import CheckpointError, FencedError
-from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion
+from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion, StageNumber
 from anabranch.core.requests import Run
-from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+from anabranch.core.schemas import JOIN_TYPE, OPERATOR, StageSpec, VariableKind, VariableSpec
 
 COUNT, TOTAL = pa.field("count", pa.int64(), nullable=False), pa.field("total", pa.int64())
 ADDED = VariableSpec("added", VariableKind.VALUE, pa.schema([("x", pa.int8())]))
@@ -134,6 +135,19 @@ def test_other_changes_are_refused_and_nothing_is_written(
     assert storage.list_names("anabranch/shapes") == []
 
 
+def test_a_stage_that_has_only_moved_is_told_from_another_job(
+    storage: Storage, job: JobDescription, stage: StageSpec
+) -> None:
+    start(storage, job)
+    later = replace(job, stages=(stage.numbered(StageNumber(3), "stage3"),))
+    assert "stage3 is number 3 of this query, and in the checkpoint it is stage2, number 2" in refusal(storage, later)
+    assert "call .stage('stage2') before them." in refusal(storage, later)
+    earlier = replace(job, stages=(stage.numbered(StageNumber(1), "stage1"),))
+    assert "calls before it were removed" in refusal(storage, earlier)
+    other = replace(later, stages=(replace(later.stages[0], key=pa.schema([("page", pa.string())])),))
+    assert "It is a checkpoint of another job" in refusal(storage, other)
+
+
 def test_each_step_is_measured_against_the_one_before(storage: Storage, job: JobDescription, stage: StageSpec) -> None:
     steps = [
         with_value(stage, COUNT, TOTAL, ("n", pa.int8())),
@@ -205,6 +219,46 @@ def test_a_removed_variable_is_remembered_until_it_comes_back(
     commit(storage, 3, generation)
     # Back in the query, it is no longer what it was when it was removed.
     assert "field n is not in this query" in refusal(storage, job)
+
+
+def test_a_deletion_counts_from_the_first_version_that_commits_an_epoch_with_it(
+    storage: Storage, job: JobDescription, stage: StageSpec
+) -> None:
+    deleting = replace(job, stages=(replace(stage, variables=stage.variables[1:], deleted=("value", "unheard-of")),))
+
+    def run(version: JobDescription, epoch: int | None) -> dict[tuple[int, str], Generation]:
+        _, generation, _ = start(storage, version)
+        if epoch is not None:
+            commit(storage, epoch, generation)
+        return dict(deleted_variables(storage))
+
+    assert run(job, 0) == {}
+    assert run(deleting, None) == {(2, "value"): 2}
+    assert run(job, 1) == {}, "no epoch was committed under the version that deletes"
+    assert run(deleting, 2) == {(2, "value"): 4}
+    assert run(deleting, 3) == {(2, "value"): 4}, "deleted it was before"
+    assert run(job, 4) == {(2, "value"): 4}
+    assert run(job, 5) == {(2, "value"): 4}
+    assert run(deleting, 6) == {(2, "value"): 8}, "there was something to delete again"
+
+
+def test_stages_and_shapes_of_before_there_were_traits_and_deletions_are_read(
+    storage: Storage, job: JobDescription, stage: StageSpec
+) -> None:
+    known = replace(job, stages=(replace(stage, traits={OPERATOR: "join", JOIN_TYPE: "Inner"}),))
+    start(storage, job)
+    start(storage, changed(job, ALLOWED["a new variable"]))
+    for path in ("anabranch/job.json", "anabranch/shapes/00000002.json"):
+        content = documents.decode(storage, path, storage.read(path))
+        content.pop("deleted", None)
+        for described in content["stages"]:
+            del described["traits"], described["deleted"]
+        storage.write(path, documents.encode({name: content[name] for name in content if name != "format_version"}))
+    assert deleted_variables(storage) == {}
+    wanted = changed(known, ALLOWED["a new variable"])
+    assert start(storage, wanted)[2], "now it is known what the operator is"
+    other = replace(wanted, stages=(replace(wanted.stages[0], traits={OPERATOR: "join", JOIN_TYPE: "LeftOuter"}),))
+    assert "the join type of stage2 is Inner in the checkpoint and LeftOuter in this query" in refusal(storage, other)
 
 
 def test_a_new_field_that_would_rename_the_column_of_another_is_refused(storage: Storage, job: JobDescription) -> None:

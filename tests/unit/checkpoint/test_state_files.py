@@ -1,15 +1,28 @@
 """Which files hold the state of an epoch, and what is said when one of them is not what it should be."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from written_checkpoint import WrittenCheckpoint
 
-from anabranch.checkpoint import ChangeFile, Manifest, Storage, paths, remove_after, write_manifest
-from anabranch.checkpoint.snapshots import Snapshot, snapshot_epochs, write_snapshot
+from anabranch.checkpoint import (
+    FORMAT_VERSION,
+    ChangeFile,
+    JobDescription,
+    Manifest,
+    Storage,
+    claim_generation,
+    create_or_check,
+    paths,
+    remove_after,
+    write_manifest,
+)
+from anabranch.checkpoint.job import save_shape
+from anabranch.checkpoint.snapshots import Snapshot, SnapshotFile, snapshot_epochs, write_snapshot
 from anabranch.checkpoint.statefiles import newest_whole_epoch, state_files
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion, StageNumber, WorkerId
+from anabranch.core.ids import NO_EPOCH, Epoch, Generation, JobId, RouteVersion, StageNumber, WorkerId
 from anabranch.core.requests import Run
 from anabranch.core.schemas import StageSpec
 
@@ -53,6 +66,26 @@ def test_without_a_snapshot_the_state_is_all_manifests(storage: Storage) -> None
     assert files.snapshot is None
     assert [manifest.epoch for manifest in files.manifests] == [0, 1]
     assert files.committed_by == (1, 1)
+
+
+def test_files_of_a_variable_from_before_it_was_deleted_are_no_state(storage: Storage, stage: StageSpec) -> None:
+    deleting = replace(stage, variables=stage.variables[1:], deleted=("value",))
+    for first_epoch, version in ((0, stage), (2, deleting), (4, stage)):
+        job = create_or_check(storage, JobDescription(FORMAT_VERSION, JobId("job"), 16, (version,)))
+        generation = claim_generation(storage, {})
+        save_shape(storage, job, generation)
+        write_epochs(storage, first_epoch, first_epoch + 1, generation=generation)
+        storage.write(f"commits/{first_epoch + 1}", b"v1")
+
+    def epochs_of_files(up_to: int) -> list[int]:
+        return [int(file.path.split("epoch=")[1][:12]) for file in state_files(storage, Epoch(up_to)).data_files]
+
+    assert epochs_of_files(5) == [2, 3, 4, 5]
+    assert epochs_of_files(1) == [0, 1], "it was there then"
+    file = SnapshotFile(StageNumber(2), "value", 0, 15, f"{paths.SNAPSHOTS}/value/epoch={1:012d}/x", 1, 4, "xxh3:0")
+    write_snapshot(storage, Snapshot(Epoch(1), Generation(1), Run(1), 0.0, (file,)))
+    assert epochs_of_files(1) == [1]
+    assert epochs_of_files(3) == [2, 3]
 
 
 def test_there_is_nothing_before_the_first_epoch(storage: Storage) -> None:

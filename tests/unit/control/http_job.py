@@ -10,6 +10,19 @@ from anabranch.core.routes import initial_route, moves, next_route
 
 KEY_GROUPS = 64
 STAGES = {1: "clicks", 3: "sessions"}
+_MOVES = {
+    **dict.fromkeys(("rowsFetched", "rowsDrained", "bytesFetched", "bytesDrained", "changeMs"), 0),
+    "seconds": 0.5,
+}
+_CHANGE = {"strategy": "lazy", "routeVersion": 1, "firstEpoch": 42, "startedAt": 1.5e9, "joined": [], "left": []}
+_REPORT = {
+    **dict.fromkeys(("routeVersion", "durableEpoch", "changedRows", "changedBytes"), 0),
+    **{name: [] for name in ("repairs", "changes", "changedVariables", "droppedRows")},
+    "workers": 2,
+    "migrating": False,
+    "durationMs": {"sink": 7},
+    "watermarkMs": None,
+}
 
 
 class MemoryJob:
@@ -38,15 +51,23 @@ class MemoryJob:
             self._bring()
             return {
                 "id": "job-1",
+                "runId": "run-1",
                 "name": None,
+                "checkpoint": "/checkpoints/one",
                 "epoch": 41,
+                "durableEpoch": 41,
+                "keyGroups": KEY_GROUPS,
+                "migrating": any(each["state"] == "migrating" for each in self._rescales),
                 "workers": len(self._addresses),
                 "routeVersion": self._route.version,
                 "rescale": rescale,
             }
 
     def stages(self) -> list[dict[str, Any]]:
-        return [{"number": n, "name": name, "parallelism": self._parallelism[n]} for n, name in STAGES.items()]
+        return [
+            {"number": n, "name": name, "stateful": True, "operations": [], "parallelism": self._parallelism[n]}
+            for n, name in STAGES.items()
+        ]
 
     def workers(self) -> list[dict[str, Any]]:
         with self._lock:
@@ -54,14 +75,20 @@ class MemoryJob:
             return [self._worker(worker) for worker in self._addresses]
 
     def route(self) -> dict[str, Any]:
-        return self._route.to_json()
+        owned = {worker: len(self._route.groups_of(worker)) for worker in self._route.workers}
+        document = self._route.to_json()
+        return {"firstEpoch": document.pop("first_epoch"), "keyGroups": owned, **document}
 
     def epochs(self, limit: int) -> list[dict[str, Any]]:
-        return [{"epoch": epoch, "rows": 1000} for epoch in range(41, max(41 - limit, -1), -1)]
+        return [{**_REPORT, "epoch": epoch, "run": epoch} for epoch in range(41, max(41 - limit, -1), -1)]
 
     def migrations(self) -> list[dict[str, Any]]:
         with self._lock:
-            return [{**each, "done": each["state"] == "done"} for each in reversed(self._rescales)]
+            return [
+                {**_MOVES, **_CHANGE, "done": each["state"] == "done"}
+                | {name: each[name] for name in ("number", "groupsMoving", "groupsPending")}
+                for each in reversed(self._rescales)
+            ]
 
     def rescale(self, workers: int | None, parallelism: int | None, stage: int | str | None) -> dict[str, Any]:
         with self._lock:
@@ -75,10 +102,12 @@ class MemoryJob:
                 del self._addresses[worker]
             return self._reroute(f"rescale to {len(self._addresses)} workers")
 
-    def scale_out(self, stage: int | str) -> dict[str, Any]:
+    def scale_out(self, stage: int | str | None) -> dict[str, Any]:
         with self._lock:
+            self._fail()
             self.asked.append(("scale_out", stage))
-            self._parallelism[self._stage(stage)] += 1
+            if stage is not None:
+                self._parallelism[self._stage(stage)] += 1
             return self.rescale(len(self._addresses) + 1, None, None)
 
     def drain(self, worker: str) -> dict[str, Any]:
@@ -123,6 +152,9 @@ class MemoryJob:
                 "state": "migrating",
                 "message": "",
                 "workers": len(staying),
+                "parallelism": {},
+                "startedEpoch": 42,
+                **_MOVES,
                 "groupsMoving": moving,
                 "groupsPending": moving,
             }

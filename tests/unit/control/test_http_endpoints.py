@@ -99,6 +99,14 @@ def test_a_stage_gets_more_capacity_by_one_short_request(
     assert len(job.workers()) == 3
 
 
+def test_a_worker_is_added_without_a_stage_but_not_by_a_get(job: MemoryJob, server: ControlServer) -> None:
+    assert "stage is missing: number or name" in ask(server.url, "GET", "/scale").error
+    assert job.asked == []
+    assert ask(server.url, "POST", "/scale").status == 200
+    assert job.asked[0] == ("scale_out", None)
+    assert [each["parallelism"] for each in job.stages()] == [2, 2]
+
+
 def test_head_does_not_scale(job: MemoryJob, server: ControlServer) -> None:
     assert ask(server.url, "HEAD", "/scale?stage=3").status == 405
     assert job.asked == []
@@ -169,7 +177,6 @@ BAD_BODIES: list[tuple[str, bytes, str]] = [
     ("/savepoint", b'{"path": "a\\u0000b"}', "path is 'a\\x00b'"),
     ("/savepoint", b'{"path": "\\ud800"}', "path is '\\ud800'"),
     ("/stop", b'{"now": true}', "Send no body"),
-    ("/scale", b"", "stage is missing: number or name"),
     ("/scale?stage=", b"", "stage is ''"),
     ("/scale?stage=-1", b"", "stage is -1"),
     ("/scale?stage=3&stage=4", b"", "stage is given 2 times"),

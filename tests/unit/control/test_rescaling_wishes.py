@@ -22,6 +22,7 @@ from worker_stand_in import StandIn, Supply, membership
 from anabranch.control.rescale import RescaleState
 from anabranch.core.errors import SettingsError
 from anabranch.core.ids import WorkerId
+from anabranch.wire.messages import OpenJob
 
 
 @pytest.fixture
@@ -52,6 +53,7 @@ def test_a_worker_that_joins_takes_load(make: Make, one: StandIn, two: StandIn) 
     run(coordinator, 1)
     assert handle.wait(10)
     assert len(groups_of(two)) == KEY_GROUPS // 2
+    assert [request.heartbeat_ms for request in two.requests if isinstance(request, OpenJob)] == [60_000]
     with pytest.raises(SettingsError, match=r"'two' takes part already\. Start this one with another --id"):
         coordinator.cluster.wishes.join(membership(two).all[0])
 
@@ -182,6 +184,50 @@ def test_a_newer_request_replaces_one_that_still_waits(make: Make, one: StandIn)
     assert len(coordinator.cluster.members) == 3
 
 
+def test_the_parallelism_of_a_request_that_is_replaced_stays_wanted(make: Make, one: StandIn) -> None:
+    supply = SlowSupply(StandIn("two"), StandIn("three"))
+    coordinator = make(one, supply=supply)
+    first = rescale(coordinator, 2, parallelism={1: 8, 3: 8})
+    rescale(coordinator, parallelism={1: 6})
+    second = rescale(coordinator, 3, parallelism={3: 5})
+    assert first.state is RescaleState.REPLACED
+    assert (second.what, second.progress()["parallelism"]) == ("test, parallelism 6 of stage 1", {"3": 5, "1": 6})
+    supply.may_start.set()
+    wait_until_started(coordinator)
+    run(coordinator, 0)
+    assert second.wait(10)
+    assert coordinator.parallelism == {1: 6, 3: 5}
+    assert len(coordinator.cluster.members) == 3
+
+
+def test_each_request_for_more_adds_to_those_that_still_wait(make: Make, one: StandIn) -> None:
+    supply = SlowSupply(*(StandIn(name) for name in ("two", "three", "four", "five")))
+    coordinator = make(one, supply=supply)
+    wishes = coordinator.cluster.wishes
+    for more in ({1: 2}, {1: 2}, {3: 7}, {}):
+        newest = wishes.scale_out(more)
+    assert newest.what == "5 workers, parallelism 8 of stage 3, parallelism 4 of stage 1"
+    supply.may_start.set()
+    wait_until_started(coordinator)
+    run(coordinator, 0)
+    assert newest.wait(10)
+    assert len(coordinator.cluster.members) == 5
+    assert coordinator.parallelism == {1: 4, 3: 8}
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_request_for_more_adds_to_the_change_that_is_being_made(make: Make, one: StandIn, succeeds: bool) -> None:
+    coordinator = make(one, supply=Supply(*(StandIn(name) for name in ("two", "three", "four", "five", "six"))))
+    wishes, in_force = coordinator.cluster.wishes, {1: 2}
+    wishes.scale_out(in_force)
+    wait_until_started(coordinator)
+    taken = wishes.take()
+    assert wishes.scale_out(in_force).parallelism == {1: 4}
+    wishes.fulfilled() if succeeds else wishes.give_back(taken)
+    assert wishes.scale_out(in_force).parallelism == {1: 5}
+    wait_until_started(coordinator)
+
+
 def test_a_smaller_request_makes_use_of_no_more_workers_than_it_says(make: Make, one: StandIn, two: StandIn) -> None:
     supply = SlowSupply(two)
     coordinator = make(one, supply=supply)
@@ -210,3 +256,31 @@ def test_without_epochs_a_rescale_takes_effect_only_after_what_spark_has_committ
     assert handle.wait(10)
     assert (coordinator.route.first_epoch, len(groups_of(two))) == (1, KEY_GROUPS // 2)
     run(coordinator, 1)
+
+
+def test_without_a_drain_workers_come_but_cannot_leave(make: Make, one: StandIn, two: StandIn, three: StandIn) -> None:
+    two.pending_groups = 4
+    coordinator = make(one, supply=Supply(two, three), drain=False)
+    run(coordinator, 0)
+    handle = rescale(coordinator, 2)
+    wait_until_started(coordinator)
+    run(coordinator, 1)
+    assert [request.drain for request in assigns(one) + assigns(two)] == [True, False, False]
+    progress = handle.progress()
+    assert (progress["state"], progress["groupsPending"]) == ("migrating", 4)
+    assert "only keys that are asked for move, so this does not complete by itself" in progress["message"]
+    wishes = coordinator.cluster.wishes
+    for leave in (lambda: rescale(coordinator, 1), lambda: wishes.drain(WorkerId("one"))):
+        with pytest.raises(SettingsError, match=r"No worker can leave while anabranch\.drain is false: .* Start the"):
+            leave()
+    coordinator.cluster.report_leaving(WorkerId("one"))
+    assert not wishes.are_ready
+    assert wishes.recruits.wanted == 2
+    rescale(coordinator, 3)
+    wait_until_started(coordinator)
+    run(coordinator, 2)
+    assert len(coordinator.members) == 3
+    two.pending_groups = 0
+    run(coordinator, 3)
+    assert handle.wait(10)
+    assert handle.progress()["message"] == ""

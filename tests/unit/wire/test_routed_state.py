@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.core.errors import LostWorkerError
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, OP, Op, StageSpec, VariableKind, VariableSpec
 from anabranch.wire import routed
-from anabranch.wire.messages import KEYS, LookUpRoute, Read, Write
+from anabranch.wire.messages import FURTHER_ROWS, KEYS, LookUpRoute, Read, Write
 from anabranch.wire.routed import (
     EXPIRED,
     REST,
@@ -43,8 +44,13 @@ class Workers:
     def __init__(self, routing: Routing) -> None:
         self.routing = routing
         self.reads: list[tuple[str, Read]] = []
+        #: By worker, what it was told of rows beyond one for each key: by key group.
+        self.further: dict[str, dict[int, int]] = defaultdict(dict)
         self.writes: dict[str, list[tuple[Write, dict[str, pa.Table]]]] = defaultdict(list)
-        self.route_questions = 0
+        #: Who was asked for the route, in this order.
+        self.route_questions: list[str] = []
+        #: Workers that do not answer that.
+        self.silent: set[str] = set()
 
     def get(self, address: str, *, timeout_s: float, token: str) -> Any:
         assert (timeout_s, token) == (9.0, "secret")
@@ -58,13 +64,18 @@ class Workers:
 
     def answer(self, address: str, request: Any, tables: Any) -> Any:
         if isinstance(request, LookUpRoute):
-            self.route_questions += 1
+            self.route_questions.append(address)
+            if address in self.silent:
+                raise LostWorkerError(f"{address} does not answer.")
             return encode_routing(self.routing), {}
         if isinstance(request, Write):
             self.writes[address].append((request, tables))
             return {}, {}
         assert isinstance(request, Read)
         self.reads.append((address, request))
+        if FURTHER_ROWS in tables:
+            assert address not in self.further, "told once"
+            self.further[address] = dict(zip(*tables[FURTHER_ROWS].to_pydict().values(), strict=True))
         return {}, self.read(address, request, tables[KEYS])
 
     def read(self, address: str, request: Read, keys: pa.Table) -> dict[str, pa.Table]:
@@ -181,6 +192,22 @@ def test_changes_reach_their_owners_and_every_owner_is_sealed(monkeypatch: pytes
     check()
 
 
+def test_owners_are_told_of_rows_beyond_one_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed, "MAX_ROWS_PER_MESSAGE", 1)
+    workers = Workers(routing_of([0, 1, 2] * 4))
+    monkeypatch.setattr(routed, "connections", workers)
+    state = state_at(access_to(workers.routing, [0] * KEY_GROUPS))
+    # Key 1 has a thousand rows, key 13 of the same key group one, key 2 three, key 3 one.
+    state.note_rows([np.array([1] * 600 + [13, 2]), np.array([1] * 400 + [2, 2, 3])])
+    state.read(keys_of([1, 2, 3, 13]))
+    assert workers.further == {"a:0": {}, "a:1": {1: 999}, "a:2": {2: 2}}
+    state.read(keys_of([1]))  # nothing is told again
+    workers.further.clear()
+    state.note_rows([np.array([1, 2, 3])])
+    state.read(keys_of([1, 2, 3]))
+    assert workers.further == {}, "as many rows as keys say nothing more"
+
+
 def test_only_owners_of_the_partition_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers(routing_of([0, 1, 2] * 4))
     monkeypatch.setattr(routed, "connections", workers)
@@ -220,9 +247,36 @@ def test_tasks_that_do_not_cache_the_route_ask_for_it(monkeypatch: pytest.Monkey
     state = state_at(access_to(stale, [0] * KEY_GROUPS, cache_route=False))
     state.read(keys_of([3]))
     state.write({})
-    assert workers.route_questions == 2
+    assert workers.route_questions == ["a:1", "a:1"]
     assert [address for address, _ in workers.reads] == ["a:2"]
     assert list(workers.writes) == ["a:2"]
+
+
+def test_each_partition_asks_an_owner_of_its_own_key_groups_for_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(routing_of([0, 1, 2] * 4))
+    monkeypatch.setattr(routed, "connections", workers)
+    access = access_to(workers.routing, [2, 0, 1] * 4, cache_route=False)
+    for partition in range(3):
+        access.open(epoch=7, run=2, partition=partition, attempt=1).read(keys_of([]))
+    assert workers.route_questions == ["a:1", "a:2", "a:0"]
+    # Tasks without key groups, of which there may be many, do not all ask the same one either.
+    workers.route_questions.clear()
+    for partition in range(3, 6):
+        access.open(epoch=7, run=2, partition=partition, attempt=1).read(keys_of([]))
+    assert sorted(workers.route_questions) == ["a:0", "a:1", "a:2"]
+
+
+def test_a_task_whose_worker_is_silent_asks_others_for_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(routing_of([2] * KEY_GROUPS))
+    monkeypatch.setattr(routed, "connections", workers)
+    state = state_at(access_to(routing_of([1] * KEY_GROUPS), [0] * KEY_GROUPS, cache_route=False))
+    workers.silent = {"a:1", "a:0"}
+    state.read(keys_of([3]))
+    assert workers.route_questions == ["a:1", "a:0", "a:2"]
+    assert [address for address, _ in workers.reads] == ["a:2"]
+    workers.silent.add("a:2")
+    with pytest.raises(LostWorkerError, match="a:1"):
+        state.write({})
 
 
 @given(OWNERS)

@@ -99,6 +99,12 @@ def test_a_worker_that_is_gone_is_lost(worker: Worker, client: WorkerClient) -> 
         client.call(Health())
 
 
+def test_a_worker_that_ends_while_it_is_asked_is_lost(worker: Worker, client: WorkerClient) -> None:
+    worker.error = flight.FlightCancelledError("CANCELLED")
+    with pytest.raises(LostWorkerError, match=f"{client.address} cannot be reached.*resumes from its checkpoint"):
+        client.call(Health())
+
+
 def test_a_stream_gives_batches_and_then_the_error(worker: Worker, client: WorkerClient) -> None:
     request = Scan(job="j", generation=1, epoch=2, stage=3, variable="v")
     assert [batch.num_rows for batch in client.stream(request)] == [2]

@@ -105,6 +105,9 @@ class Driver:
     run: int = -1
     number: int = 0
     peer_timeout_ms: int = 10_000
+    #: Whether state moves in the background as well.
+    drain: bool = True
+    heartbeat_ms: int = 0
     #: What the tasks of the epoch have written.
     staged: dict[str, Entries | None] = field(default_factory=dict)
 
@@ -138,6 +141,7 @@ class Driver:
                 committed_by=self.committed_by,
                 stages=[SPEC.to_json()],
                 checkpoint=self.checkpoint,
+                heartbeat_ms=self.heartbeat_ms,
             )
         )
 
@@ -157,6 +161,7 @@ class Driver:
                 freeze=before is not None,
                 peers=[{"address": address, "groups": groups} for address, groups in offers.items()],
                 peer_timeout_ms=self.peer_timeout_ms,
+                drain=self.drain,
             )
         )
 

@@ -26,7 +26,8 @@ class Arriving:
     def pending(self) -> list[int]:
         return list(self.missing)
 
-    def drain(self, groups: Collection[int]) -> None:
+    def drain(self, groups: Collection[int], *, can_wait: bool) -> None:
+        assert can_wait
         if self.errors:
             raise self.errors.pop()
         self.steps.append(len(groups))
@@ -150,10 +151,30 @@ def test_an_epoch_that_never_ends_does_not_hold_it_up_for_ever(
 def test_it_goes_on_after_an_error(make: MakeDrain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.worker.drain._RETRY_S", 0.05)
     arriving = Arriving(10)
-    arriving.errors = [LostWorkerError("away"), LostWorkerError("still away")]
+    arriving.errors = [LostWorkerError("away"), MemoryError(), LostWorkerError("still away")]
     make(arriving).start()
     wait_until(lambda: not arriving.missing)
     assert arriving.errors == []
+
+
+def test_there_is_time_just_after_an_epoch(make: MakeDrain) -> None:
+    drain = make(Arriving(0))
+    drain.begin_epoch(0)
+    waiting = threading.Thread(target=drain.wait_for_end_of_epoch)
+    waiting.start()
+    waiting.join(1.3)
+    assert waiting.is_alive(), "an epoch runs, however long it takes"
+    drain.end_epoch()
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+def test_there_is_time_if_no_epoch_comes(make: MakeDrain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anabranch.worker.drain._NO_EPOCH_S", 0.05)
+    drain = make(Arriving(0))
+    assert drain.wait_for_end_of_epoch()
+    drain.stop()
+    assert not drain.wait_for_end_of_epoch()
 
 
 def test_closing_it_wakes_it(make: MakeDrain) -> None:

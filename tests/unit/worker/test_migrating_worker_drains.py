@@ -3,12 +3,15 @@
 import time
 from collections.abc import Collection, Mapping
 
+import pyarrow as pa
 import pytest
-from keyed_state import KEY_GROUPS, KEYS, KEYS_OF_GROUP, Entries, entries, group_of
+from keyed_state import KEY_GROUPS, KEYS, KEYS_OF_GROUP, SPEC, STAGE, Entries, entries, group_of, keys_table
 from state_workers import Driver, MakeDriver, owned_by, wait_until
 
 from anabranch.core.errors import WorkerError
+from anabranch.core.schemas import GROUP
 from anabranch.wire import messages
+from anabranch.worker.stores.memory import MemoryStore
 
 EVEN, ODD = frozenset(range(0, KEY_GROUPS, 2)), frozenset(range(1, KEY_GROUPS, 2))
 
@@ -40,6 +43,28 @@ def test_the_old_owner_deletes_what_has_arrived_elsewhere(make: MakeDriver, stor
     with pytest.raises(WorkerError, match="is not here"):
         driver.fetch_keys("a", KEYS_OF_GROUP[0], as_of=as_of)
     assert driver.scan_all() == driver.model
+
+
+def test_what_could_not_be_deleted_does_not_come_back_with_its_key_groups(
+    make: MakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = make("a", "b")
+    driver.give(owned_by("b", EVEN))
+    driver.run_epoch({})
+    driver.wait_until_all_has_arrived()
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryStore, "drop_groups", _fail)
+        driver.release()
+        wait_until(lambda: "still take memory here" in caplog.text)
+    driver.run_epoch({key: None for group in EVEN for key in KEYS_OF_GROUP[group][:1]})
+    driver.give("a")
+    driver.run_epoch({})
+    driver.begin()
+    assert driver.read(KEYS) == driver.model
+
+
+def _fail(*_: object) -> None:
+    raise OSError("cannot be deleted")
 
 
 def test_a_release_of_an_earlier_assignment_means_nothing(make: MakeDriver) -> None:
@@ -82,6 +107,28 @@ def test_what_is_on_its_way_and_what_came_is_reported(two: Driver) -> None:
     assert two.progress("a")["pendingGroups"] == 0
 
 
+def test_without_a_drain_only_keys_that_are_asked_for_move(two: Driver) -> None:
+    two.drain = False
+    asked = [KEYS_OF_GROUP[group][1] for group in EVEN]
+    fetched = count_rows(two.expected(asked))
+    two.give(owned_by("b", EVEN))
+    two.run_epoch(dict.fromkeys(asked, entries(5)), drain_rows=-1)
+    two.run_epoch({}, drain_rows=-1)
+    time.sleep(0.2)
+    found = two.progress("b")
+    assert (found["fetched_rows"], found["drained_rows"], found["pendingGroups"]) == (fetched, 0, len(EVEN))
+    assert (two.workers["a"].local.asked["fetch_groups"], two.progress("a")["frozenGroups"]) == (0, len(EVEN))
+    assert two.rows("b") == count_rows(two.expected(asked))
+    two.begin()
+    assert two.read(KEYS) == two.model
+    two.finish()
+    # What no worker keeps comes from files, all of it: else a lost worker's state would never be whole again.
+    two.give(owned_by("b", ODD), freeze=False)
+    wait_until(lambda: two.progress("b")["pendingGroups"] == len(EVEN))
+    assert two.progress("b")["drained_rows"] > 0
+    assert two.scan_all() == two.model
+
+
 def test_a_drain_keeps_to_its_rows_during_an_epoch_and_goes_on_after_it(two: Driver) -> None:
     many = [f"many-{n}" for n in range(3000)]
     two.run_epoch({key: {"total": 1, "items": [], "seen": {}} for key in many})
@@ -100,6 +147,21 @@ def test_a_drain_keeps_to_its_rows_during_an_epoch_and_goes_on_after_it(two: Dri
     assert two.scan_all() == two.model
 
 
+def test_a_drain_makes_room_for_what_is_to_come(two: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    announced: list[int] = []
+    make_room = MemoryStore.make_room
+    monkeypatch.setattr(MemoryStore, "make_room", lambda store, n: (announced.append(n), make_room(store, n)))
+    many = [f"many-{n}" for n in range(3000)]
+    two.run_epoch({key: {"total": 1, "items": [], "seen": {}} for key in many})
+    two.give("b")
+    two.progress("b")
+    two.wait_until_all_has_arrived()
+    # Once, after the first eight of sixteen key groups.
+    (rows,) = [each for each in announced if each > len(KEYS)]
+    assert 0.8 * len(many) / 2 < rows < 1.4 * len(many) / 2
+    assert two.scan_all() == two.model
+
+
 def test_a_drain_rests_during_an_epoch_that_allows_no_rows(two: Driver) -> None:
     two.give("b")
     two.begin(drain_rows=0)
@@ -108,6 +170,26 @@ def test_a_drain_rests_during_an_epoch_that_allows_no_rows(two: Driver) -> None:
     assert two.workers["a"].local.asked["fetch_groups"] == 0
     two.workers["b"].ask(messages.Abort(**two.numbers))
     two.wait_until_all_has_arrived("b")
+
+
+def test_the_rows_of_a_hot_key_are_load(two: Driver) -> None:
+    group = 3
+    two.begin()
+    read = messages.Read(**two.numbers, stage=STAGE, groups=[])
+    keys = keys_table(KEYS_OF_GROUP[group][:1])
+
+    def ask(of: int) -> None:
+        rows = pa.table({GROUP: [of], "rows": [999_999]})
+        two.workers["a"].client.call(read, {messages.KEYS: keys, messages.FURTHER_ROWS: rows})
+
+    usual = dict(two.describe("a")["load"])
+    ask(group)
+    load = dict(two.describe("a")["load"])
+    assert load.pop(group) == pytest.approx(usual.pop(group) + 999_999 + len(SPEC.layouts))
+    assert load == usual
+    for of in (-1, KEY_GROUPS):
+        with pytest.raises(WorkerError, match=f"only {KEY_GROUPS} key groups"):
+            ask(of)
 
 
 def test_groups_that_are_asked_for_most_are_drained_first(two: Driver) -> None:

@@ -23,7 +23,7 @@ from tests.property.worker.migrating_state import (
 from anabranch.core.errors import AnabranchError, LostWorkerError
 from anabranch.core.schemas import HASH, Op, VariableKind
 from anabranch.worker.layers import VariableState
-from anabranch.worker.migration import Migration
+from anabranch.worker.migration import Migration, _between_keys
 from anabranch.worker.stores import open_store
 
 GROUPS = 8
@@ -267,3 +267,21 @@ def test_what_a_scan_brought_after_a_fetch_gave_up_may_be_written_at_once(values
     values.write(2, (Op.PUT, "ba", None, 8))
     values.migration.drain(range(GROUPS))
     assert held(values.state) == values.model
+
+
+@pytest.mark.parametrize("cut_at", range(9))
+def test_rows_that_come_first_are_loaded_in_pieces_that_cut_no_key(
+    moving: Moving, monkeypatch: pytest.MonkeyPatch, cut_at: int
+) -> None:
+    monkeypatch.setattr("anabranch.worker.migration._ROWS_PER_LOAD", 2)
+    rows = changes_table(
+        moving.layout,
+        [(Op.PUT, key, subkey, 1) for key, subkeys in (("b", 3), ("c", 1), ("f", 4)) for subkey in range(subkeys)],
+    )
+    pieces = list(_between_keys([rows.slice(0, cut_at), rows.slice(cut_at)]))
+    assert [hash_ for piece in pieces for part in piece for hash_ in part.column(HASH).to_pylist()] == rows.column(
+        HASH
+    ).to_pylist()
+    keys = [{hash_ for part in piece for hash_ in part.column(HASH).to_pylist()} for piece in pieces]
+    assert sum(map(len, keys)) == 3, "every key is in one piece"
+    assert len(pieces) > 1

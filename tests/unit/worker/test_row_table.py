@@ -1,5 +1,7 @@
 """Tables find rows by key, keep keys with equal hashes apart, and use memory sparingly."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -56,6 +58,88 @@ def test_a_table_is_a_dict(key_width: int | None, value_width: int | None, hash_
         assert len(table) == len(model)
     # Removed rows are used again, so the columns have not outgrown what was there at any one time.
     assert table.capacity <= 1024
+
+
+@pytest.mark.parametrize(("key_width", "value_width"), [*WIDTHS[:-1], (3, 0)])
+def test_a_table_without_some_rows_has_all_others(key_width: int | None, value_width: int | None) -> None:
+    numbers = np.arange(150_000)
+    table = RowTable(key_width, value_width)
+    table.reserve(len(numbers))
+    table.put(hashes_of(numbers), keys_of(numbers, key_width), values_of(numbers, value_width))
+    table.remove(hashes_of(numbers[::7]), keys_of(numbers[::7], key_width))
+    goes = (numbers % 3 == 0) & (numbers % 7 != 0)
+    left = table.without(table.find(hashes_of(numbers[goes]), keys_of(numbers[goes], key_width)))
+    rows = left.find(hashes_of(numbers), keys_of(numbers, key_width))
+    stays = (numbers % 3 != 0) & (numbers % 7 != 0)
+    assert (rows >= 0).tolist() == stays.tolist()
+    assert len(left) == stays.sum()
+    assert left.capacity < table.capacity
+    values = to_objects(left.values(rows[stays])).tolist()
+    assert values == to_objects(values_of(numbers[stays], value_width)).tolist()
+    assert left.all_hashes().tolist() == left.hashes(left.rows()).tolist()
+    assert table.all_hashes().tolist() == table.hashes(table.rows()).tolist()
+
+
+@pytest.mark.parametrize("key_width", [9, None])
+def test_an_index_is_built_while_the_table_changes(key_width: int | None) -> None:
+    random = np.random.default_rng(2)
+    there = set(range(3000))
+    table = RowTable(key_width, 8)
+
+    def change(goes: list[int], comes: list[int]) -> None:
+        table.remove(hashes_of(np.array(goes)), keys_of(np.array(goes), key_width))
+        table.reserve(len(comes))
+        table.put(hashes_of(np.array(comes)), keys_of(np.array(comes), key_width), values_of(np.array(comes), 8))
+
+    change([9999], sorted(there))
+    for turn in range(5):
+        draft = table.draft_index(30_000 << turn)
+        assert draft is not None
+        goes = random.choice(sorted(there), 500, replace=False).tolist()
+        # Some come back, in other rows or the same; others take the rows of those that have gone, or new ones.
+        comes = [*goes[:200], *range(10_000 * (turn + 1), 10_000 * (turn + 1) + int(random.integers(0, 900)))]
+        change(goes[:400], comes)
+        draft.build()
+        change(goes[400:], goes[:1])
+        table.use_index(draft)
+        there = (there - set(goes)) | set(comes)
+        everything = np.arange(100_000)
+        rows = table.find(hashes_of(everything), keys_of(everything, key_width))
+        assert set(np.flatnonzero(rows >= 0).tolist()) == there
+        assert len(table) == len(there)
+        values = to_objects(table.values(rows[rows >= 0])).tolist()
+        assert values == to_objects(values_of(np.array(sorted(there)), 8)).tolist()
+    assert table.draft_index(10_000) is None
+
+
+def test_a_draft_that_is_given_up_leaves_nothing_behind() -> None:
+    table = RowTable(9, 8)
+    for failed in range(3):
+        assert table.draft_index(100_000) is not None
+        numbers = np.arange(failed * 100, failed * 100 + 100)
+        table.reserve(len(numbers))
+        table.put(hashes_of(numbers), keys_of(numbers, 9), values_of(numbers, 8))
+        assert table._touched
+        table.drop_draft()
+        assert table._touched is None
+    everything = np.arange(300)
+    assert (table.find(hashes_of(everything), keys_of(everything, 9)) >= 0).all()
+
+
+def test_a_table_begins_small_where_addresses_are_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = np.empty
+
+    def scarce(shape: Any, dtype: Any = float) -> Any:
+        if np.prod(shape) > 1 << 20:
+            raise MemoryError
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(np, "empty", scarce)
+    table = RowTable(9, 8, room_bytes=1 << 30)
+    numbers = np.arange(5000)
+    table.reserve(len(numbers))
+    table.put(hashes_of(numbers), keys_of(numbers, 9), values_of(numbers, 8))
+    assert (table.find(hashes_of(numbers), keys_of(numbers, 9)) >= 0).all()
 
 
 @pytest.mark.parametrize("width", [9, None])

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,31 @@ def test_memory_is_given_back_when_most_key_groups_leave() -> None:
     assert store.rows() == 25_000
     assert store.size_bytes() < full / 3
     assert content(store, VALUE) == {n: 1 for n in range(100_000) if n % KEY_GROUPS >= 12}
+
+
+def test_rows_that_were_announced_are_not_copied_while_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown: list[int] = []
+    grow = RowTable._grow
+    monkeypatch.setattr(RowTable, "_grow", lambda table, more: (grown.append(more), grow(table, more)))
+    store = open_store("memory", VALUE, KEY_GROUPS, None)
+    store.make_room(200_000)
+    grown.clear()
+    for start in range(0, 200_000, 20_000):
+        store.apply(changes(VALUE, range(start, start + 20_000), 1))
+    assert grown == []
+    assert store.rows() == 200_000
+
+
+def test_room_for_entries_of_lists_is_made_by_the_keys_that_they_may_have() -> None:
+    store = open_store("memory", LIST, KEY_GROUPS, None)
+    store.make_room(1_000_000)  # nothing is known of keys yet
+    little = store.size_bytes()
+    for position in range(10):
+        entries = changes(LIST, range(100), 1)
+        store.apply(replace(entries, subkeys=entries.subkeys + np.uint8(position)))
+    assert store.rows() == 1000
+    store.make_room(1_000_000)
+    assert little < store.size_bytes() < little + 100_000 * 100
 
 
 def test_entries_of_lists_count_as_memory() -> None:

@@ -28,6 +28,9 @@ class Store(Protocol):
     def apply(self, changes: Changes) -> None:
         """Change the state. Applying changes twice is the same as once."""
 
+    def make_room(self, entries: int) -> None:
+        """So many entries are about to come, as far as can be told."""
+
     def snapshot(self, groups: Collection[int] | None) -> Iterator[Rows]:
         """The rows of these key groups (None: of all) as they are now, whatever changes while they are read."""
 

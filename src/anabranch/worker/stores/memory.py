@@ -18,6 +18,11 @@ from anabranch.worker.table import RowTable
 #: Rows changed before readers are let in again: some milliseconds.
 _APPLY_ROWS = 1 << 15
 _BATCH_ROWS = 1 << 16
+#: Addresses, not memory, that a table takes from the beginning: up to there, it grows without being copied.
+_ROOM_BYTES = 1 << 30
+#: From this share of all rows on, those that stay are moved rather than those that go removed: it takes less time, and
+#: the memory is free again.
+_DROPPED_DIVISOR = 8
 
 #: The entries of a key: encoded value by encoded sub-key.
 _Dict = dict[bytes, bytes]
@@ -27,8 +32,15 @@ class _RowsByGroup:
     """The rows of each key group, as of when they were sorted: those of groups that changed since are not known."""
 
     def __init__(self, rows: npt.NDArray[np.int32], groups: npt.NDArray[np.int32], key_groups: int) -> None:
-        self._rows = rows[np.argsort(groups.astype(np.uint16 if key_groups <= 1 << 16 else np.uint32), kind="stable")]
-        self._ends = np.cumsum(np.bincount(groups, minlength=key_groups))
+        """Of rows in the order of their numbers, and the group of each."""
+        # NumPy sorts numbers of 16 bits several times as fast as others.
+        order = np.argsort(groups.astype(np.uint16), kind="stable").astype(np.int32)
+        has_holes = len(rows) > 0 and int(rows[-1]) >= len(rows)
+        self._rows = rows[order] if has_holes else order
+        counts = np.zeros(key_groups, dtype=np.intp)
+        for start in range(0, len(groups), _BATCH_ROWS):  # in pieces that stay in the processor's cache
+            counts += np.bincount(groups[start : start + _BATCH_ROWS], minlength=key_groups)
+        self._ends = np.cumsum(counts)
         self._is_known = np.ones(key_groups, dtype=np.bool_)
 
     @property
@@ -93,6 +105,22 @@ class MemoryStore:
                 else:
                     self._apply_entries(rest)
 
+    def make_room(self, entries: int) -> None:
+        with self._changing:
+            rows = entries if self._of_values else entries * len(self._table) // max(1, self._entries)
+            table, draft = self._table, self._table.draft_index(rows)
+        if draft is not None:
+            try:
+                draft.build()  # while others read and change the table
+            except BaseException:
+                with self._changing:
+                    table.drop_draft()
+                raise
+        with self._changing:
+            if draft is not None and table is self._table:
+                table.use_index(draft)
+            self._table.reserve(rows)
+
     def snapshot(self, groups: Collection[int] | None) -> Iterator[Rows]:
         with self._changing:
             rows = self._rows_of(groups)
@@ -105,7 +133,7 @@ class MemoryStore:
         with self._changing:
             rows = self._rows_of(groups)
             self._by_group = None
-            if len(self._table) - len(rows) < self._table.capacity // 2:
+            if len(rows) > len(self._table) // _DROPPED_DIVISOR:
                 self._move_without(rows)
                 return
             keys = Keys(self._table.hashes(rows), self._table.keys(rows))
@@ -133,7 +161,8 @@ class MemoryStore:
         self.close()
 
     def _empty_table(self) -> RowTable:
-        return RowTable(self._shape.key_width, self._shape.value_width if self._of_values else None)
+        value_width = self._shape.value_width if self._of_values else None
+        return RowTable(self._shape.key_width, value_width, room_bytes=_ROOM_BYTES)
 
     def _apply_values(self, changes: Changes) -> None:
         self._remove_keys(changes.keys_of(changes.ops == Op.DELETE))
@@ -187,9 +216,8 @@ class MemoryStore:
         chosen = np.flatnonzero(self._shape.chosen(groups))
         found = self._by_group.of(chosen) if self._by_group is not None else None
         if found is None:
-            rows = self._table.rows()
-            groups_of_rows = self._shape.groups_of(self._table.hashes(rows))
-            self._by_group = _RowsByGroup(rows, groups_of_rows, self._shape.key_groups)
+            groups_of_rows = self._shape.groups_of(self._table.all_hashes())
+            self._by_group = _RowsByGroup(self._table.rows(), groups_of_rows, self._shape.key_groups)
             found = self._by_group.of(chosen)
             assert found is not None
         return found
@@ -202,16 +230,11 @@ class MemoryStore:
                 self._by_group = None
 
     def _move_without(self, dropped: npt.NDArray[np.int32]) -> None:
-        """Give memory back: move all other rows into a table of their size, some at a time, while others read."""
+        """Give memory back: move all other rows into a table of their size, while others read."""
         entries = self._entries
         if not self._of_values:
             entries -= sum(map(len, self._table.values(dropped)))
-        rows = np.setdiff1d(self._table.rows(), dropped, assume_unique=True)
-        moved = self._empty_table()
-        moved.reserve(len(rows))
-        for start in range(0, len(rows), _APPLY_ROWS):
-            part = rows[start : start + _APPLY_ROWS]
-            moved.put(self._table.hashes(part), self._table.keys(part), self._table.values(part))
+        moved = self._table.without(dropped)
         with self._in_place.writing():
             self._table, self._entries = moved, entries
 

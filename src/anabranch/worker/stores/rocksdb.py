@@ -81,6 +81,9 @@ class RocksStore:
                 rows = rows + to_objects(rest.subkeys)
             self._write(groups, rows.tolist(), rest.ops == Op.PUT, to_objects(rest.values).tolist())
 
+    def make_room(self, entries: int) -> None:
+        """The database makes room by itself."""
+
     def snapshot(self, groups: Collection[int] | None) -> Iterator[Rows]:
         # An iterator sees the state as of its making. (Those of rocksdict's own snapshots do not.)
         return self._batches(self._db.iter(), _ranges(range(self._shape.key_groups) if groups is None else groups))

@@ -1,0 +1,36 @@
+"""What tasks are given to reach the state of each stage, under the route that is in force."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from anabranch.control.claims import Claimed
+from anabranch.control.cluster import Cluster
+from anabranch.core.ids import StageNumber
+from anabranch.core.routes import assign_partitions
+from anabranch.core.settings import Settings
+from anabranch.wire.routed import StageAccess
+
+
+def make_accesses(
+    claimed: Claimed, cluster: Cluster, parallelism: Mapping[StageNumber, int], settings: Settings
+) -> Mapping[int, StageAccess]:
+    """By stage."""
+    accesses: dict[int, StageAccess] = {}
+    for spec in claimed.job.stages:
+        partitions = min(parallelism[spec.number], claimed.job.key_groups)
+        accesses[spec.number] = StageAccess(
+            job=claimed.job.job_id,
+            generation=claimed.generation,
+            key_groups=claimed.job.key_groups,
+            stage=spec,
+            routing=cluster.routing,
+            parallelism=partitions,
+            partitions=np.array(assign_partitions(cluster.route, partitions, cluster.load), dtype=np.int32),
+            cache_route=settings.routing_cache,
+            timeout_s=settings.request_timeout_s,
+            token=settings.token,
+        )
+    return accesses
