@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import pandas as pd
@@ -82,6 +82,61 @@ def test_rows_make_state_and_timers_fire_when_event_time_passes() -> None:
     assert test.send([{"user": "bob", "at": at(9), "amount": 1}]) == [Row(user="bob/1", total=2)]
     assert test.advance_watermark(at(6)) == []
     assert test.advance_watermark(at(10)) == [Row(user="bob is done", total=2)]
+
+
+def test_rows_that_the_watermark_has_passed_are_dropped_as_in_a_query() -> None:
+    test = ProcessorTest(Totals(), INPUT, ["user"], OUTPUT, timeMode="eventTime")
+    test.advance_watermark(at(10))
+    assert test.send([("ann", at(9), 1), ("ann", at(10), 2)]) == []
+    assert test.send([("ann", at(10), 1), ("ann", at(11), 2)]) == [Row(user="ann/1", total=2)]
+    # Where no timer goes by event time, nothing is late.
+    test = ProcessorTest(Totals(ttl_ms=0), INPUT, ["user"], OUTPUT, timeMode="processingTime")
+    test.advance_watermark(at(10))
+    assert test.send([("ann", at(9), 1)]) == [Row(user="ann/1", total=1)]
+
+
+def test_the_column_of_event_time_is_named_where_it_could_be_another() -> None:
+    both = fields(user=StringType(), made=TimestampType(), at=TimestampType(), amount=LongType())
+    with pytest.raises(UnsupportedError, match=r"Name the one that withWatermark has.*eventTime='made'"):
+        ProcessorTest(Totals(), both, ["user"], OUTPUT, timeMode="eventTime")
+    with pytest.raises(UnsupportedError, match="'when' is none of"):
+        ProcessorTest(Totals(), both, ["user"], OUTPUT, timeMode="eventTime", eventTime="when")
+    test = ProcessorTest(Totals(), both, ["user"], OUTPUT, timeMode="eventTime", eventTime="at")
+    test.advance_watermark(at(10))
+    assert test.send([("ann", at(0), at(11), 2), ("ann", at(11), at(0), 4)]) == [Row(user="ann/1", total=2)]
+
+
+class Continued(Totals):
+    """Begins with totals from elsewhere."""
+
+    def handleInitialState(self, key: Any, initialState: Any, timerValues: Any) -> None:
+        del timerValues
+        frame = initialState if isinstance(initialState, pd.DataFrame) else None
+        self._total.update((int(frame["from"].sum()) if frame is not None else initialState["from"],))
+        if self._ttl_ms is None:
+            self._handle.registerTimer(round(at(5).replace(tzinfo=UTC).timestamp() * 1000))
+        assert isinstance(key[0], str)
+
+
+class ContinuedFrames(Continued, Frames):
+    """The same, of frames."""
+
+
+def test_initial_state_is_there_before_the_first_rows_and_not_again() -> None:
+    given = fields(**{"from": LongType(), "user": StringType()}), [(100, "ann"), {"user": "bob", "from": 50}]
+    test = ProcessorTest(Continued(), INPUT, ["user"], OUTPUT, timeMode="eventTime", initialState=given)
+    assert test.state("total") == []
+    assert test.send([("ann", at(9), 3)]) == [Row(user="ann/1", total=103)]
+    assert sorted(test.state("total")) == [Row(user="ann", total=103), Row(user="bob", total=50)]
+    assert test.advance_watermark(at(5)) == [Row(user="bob is done", total=50)]
+    assert test.send([("bob", at(9), 1)]) == [Row(user="bob/1", total=1)]
+    frames = ProcessorTest(
+        ContinuedFrames(ttl_ms=0), INPUT, ["user"], OUTPUT, timeMode="processingTime", initialState=given, pandas=True
+    )
+    assert frames.send([("bob", at(0), 3)]) == [Row(user="bob", total=53)]
+    for wrong in (fields(name=StringType()), fields(user=LongType())):
+        with pytest.raises(UnsupportedError, match=r"initialState has the columns .* without the key struct<user:str"):
+            ProcessorTest(Continued(), INPUT, ["user"], OUTPUT, initialState=(wrong, []))
 
 
 def test_state_with_a_time_to_live_is_gone_after_it() -> None:

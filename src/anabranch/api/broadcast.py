@@ -79,7 +79,7 @@ def with_broadcast(stream: Stream, tables: dict[str, BroadcastTable]) -> Stream:
     pipeline = stream._pipeline.with_stage(f"withBroadcast({keys})")
     sources = {name: table.source for name, table in tables.items()}
     stage, source, sample = build_tables(pipeline.stages[-1], pipeline.source, sources)
-    return Stream(replace(pipeline, source=source).with_stateful(stage), sample)
+    return Stream(replace(pipeline, source=source).with_stateful(stage, sample), sample)
 
 
 def table_argument(stream: Stream, table: BroadcastTable) -> TableArgument:

@@ -25,6 +25,7 @@ class QueryControl:
             "id": query.id,
             "runId": query.runId,
             "name": query.name,
+            "checkpoint": coordinator.checkpoint,
             "epoch": coordinator.committed_epoch,
             "durableEpoch": coordinator.durable_epoch,
             "routeVersion": coordinator.route.version,
@@ -42,7 +43,7 @@ class QueryControl:
                 "name": stage.name,
                 "stateful": stage.stateful,
                 "operations": list(stage.operations),
-                "parallelism": coordinator.parallelism.get(stage.number, 0),
+                "parallelism": coordinator.parallelism.get(stage.number, stage.parallelism or 0),
             }
             for stage in self._query.pipeline.stages
         ]
@@ -59,7 +60,10 @@ class QueryControl:
     def route(self) -> dict[str, Any]:
         route = self._query.coordinator.route
         return {
-            **route.to_json(),
+            "version": route.version,
+            "firstEpoch": route.first_epoch,
+            "workers": list(route.workers),
+            "owners": route.to_json()["owners"],
             "keyGroups": {worker: len(route.groups_of(worker)) for worker in route.workers},
         }
 
@@ -72,12 +76,8 @@ class QueryControl:
     def rescale(self, workers: int | None, parallelism: int | None, stage: int | str | None) -> dict[str, Any]:
         return self._query.rescale(workers, parallelism, stage).progress()
 
-    def scale_out(self, stage: int | str) -> dict[str, Any]:
-        """One more worker, and one more task for the stage."""
-        coordinator = self._query.coordinator
-        number = self._query.stage_number(stage)
-        wanted = coordinator.cluster.wishes.recruits.wanted + 1
-        return self._query.rescale(wanted, coordinator.parallelism[number] + 1, int(number)).progress()
+    def scale_out(self, stage: int | str | None) -> dict[str, Any]:
+        return self._query.scale_out(stage).progress()
 
     def drain(self, worker: str) -> dict[str, Any]:
         return self._query.drain(worker).progress()

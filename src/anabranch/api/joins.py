@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import Column, DataFrame
-from pyspark.sql import functions as F
-from pyspark.sql.classic.dataframe import DataFrame as ClassicDataFrame
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.segments import Operation
 from anabranch.operators.aggregate.catalyst import sql_of
 from anabranch.operators.join.build import build_join
+from anabranch.plan.unbounded import unbounded
 from anabranch.plan.validation import bound_columns_explained, check_stage_names
 
 if TYPE_CHECKING:
@@ -60,22 +59,9 @@ def unite_streams(left: Stream, method: str, arguments: tuple[Any, ...], keyword
 
 
 def _unbounded(side: Stream) -> DataFrame:
-    """The side as Spark has to see it, to judge the join: streaming, with the same columns under the same names."""
+    """The side as Spark has to see it, to judge the join."""
     segments = side._pipeline.segments
-    if not segments:
-        return side._pipeline.source
-    rows = segments[-1].sample
-    assert rows is not None
-    if not rows.isStreaming:
-        some: Any = rows.sparkSession.readStream.format("rate").load()
-        # A session that has been enabled reads streams of its own kind.
-        plain = ClassicDataFrame(some._jdf, rows.sparkSession)
-        rows = plain.select(
-            *[F.lit(None).cast(field.dataType).alias(field.name, metadata=field.metadata) for field in rows.schema]
-        )
-    for operation in segments[-1].after:
-        rows = operation.apply(rows)
-    return rows
+    return unbounded(segments[-1]) if segments else side._pipeline.source
 
 
 def check_static_join(how: Any) -> None:

@@ -20,7 +20,7 @@ from anabranch.api.failures import explained
 from anabranch.api.locations import TemporaryFolder
 from anabranch.api.running import Running
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.rescale import Rescale, RescaleState
+from anabranch.control.rescale import Rescale, RescaleState, asked_for, parallelism_after
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.settings import MAX_PARALLELISM, Settings
@@ -48,7 +48,6 @@ class StreamQuery:
         *,
         settings: Settings,
         sink: str,
-        default_parallelism: int,
         relaunch: Callable[[Settings, Mapping[StageNumber, int]], Running],
         temporary: TemporaryFolder | None = None,
     ) -> None:
@@ -56,12 +55,14 @@ class StreamQuery:
         self.pipeline = pipeline
         self.settings = settings
         self._sink = sink
-        self._default_parallelism = default_parallelism
         self._relaunch = relaunch
         #: The checkpoint, if it is of no use after the query.
         self._temporary = temporary
         #: Held while one run of the query gives way to the next.
         self._restarting = threading.Lock()
+        #: Rescales that wait for their restart, in order, or are being made by one; and who may ask for another.
+        self._restarts: list[Rescale] = []
+        self._asking = threading.Lock()
         #: Reports of earlier runs.
         self._past: deque[StreamingQueryProgress] = deque(maxlen=_REMEMBERED_REPORTS)
         self._failed_restart: Exception | None = None
@@ -164,10 +165,16 @@ class StreamQuery:
 
     def explain(self, extended: bool = False) -> None:
         """Print the logical plan, the physical plan and the routes; extended: also Spark's plan of the last epoch."""
+        coordinator, members = self.coordinator, self.coordinator.members
         lines = explain_logical(self.pipeline, self._sink)
-        lines += explain_physical(self.pipeline, self.settings, self._default_parallelism)
-        addresses = [(member.worker, member.address) for member in self.coordinator.members]
-        lines += explain_routes(self.coordinator.route, addresses)
+        lines += explain_physical(
+            self.pipeline,
+            parallelism={stage: access.parallelism for stage, access in coordinator.accesses().items()},
+            workers=len(members),
+            store=members[0].store or self.settings.store,
+            key_groups=coordinator.route.key_groups,
+        )
+        lines += explain_routes(coordinator.route, [(member.worker, member.address) for member in members])
         print("\n".join(lines))
         if extended:
             self._running.query.explain(True)
@@ -186,10 +193,6 @@ class StreamQuery:
     def epoch_reports(self) -> list[tuple[int, Mapping[str, Any]]]:
         """Figures of the last epochs, oldest first."""
         return list(self._running.loop.reports)
-
-    def use_clock(self, now_ms: Callable[[], int]) -> None:
-        """For tests: what the processing time of the epochs to come is, in milliseconds."""
-        self._running.loop.now_ms = now_ms
 
     def wish_for_epoch(self) -> None:
         """Let timers, time-outs and windows be looked after now, though no rows come."""
@@ -231,14 +234,28 @@ class StreamQuery:
             raise UnsupportedError("A stage is named, but no parallelism for it: workers serve all stages.")
         stages = self.pipeline.stateful_stages if stage is None else [self._stage(stage)]
         wanted = {int(each.spec.number): parallelism for each in stages} if parallelism is not None else {}
-        parts = [f"{workers} workers"] if workers is not None else []
-        parts += [f"parallelism {number} of stage {each}" for each, number in wanted.items()]
-        rescale = Rescale(", ".join(parts) or "share the load anew", workers=workers, parallelism=wanted)
+        rescale = asked_for(workers, wanted)
         if self.settings.migration == "restart":
-            self._check_restart(workers)
-            threading.Thread(target=self._restart, args=(rescale,), name="anabranch-restart", daemon=True).start()
+            with self._asking:
+                self._ask_for_restart(rescale)
         else:
             self.coordinator.rescale(rescale)
+        self.last_rescale = rescale
+        return rescale
+
+    def scale_out(self, stage: str | int | None = None) -> Rescale:
+        """One worker more than was asked for last, and one task more for a stateful stage, if one is named."""
+        self._need_workers()
+        stages = [] if stage is None else [self._stage(stage).spec.number]
+        with self._asking:
+            in_force = {int(number): self.coordinator.parallelism[number] for number in stages}
+            if self.settings.migration == "restart":
+                workers = next((each.workers for each in self._restarts[::-1] if each.workers), self.settings.workers)
+                newest = parallelism_after(self._restarts)
+                rescale = asked_for(workers + 1, {each: newest.get(each, of) + 1 for each, of in in_force.items()})
+                self._ask_for_restart(rescale)
+            else:
+                rescale = self.coordinator.cluster.wishes.scale_out(in_force)
         self.last_rescale = rescale
         return rescale
 
@@ -248,34 +265,44 @@ class StreamQuery:
         self.last_rescale = self.coordinator.cluster.wishes.drain(WorkerId(worker))
         return self.last_rescale
 
-    def _check_restart(self, workers: int | None) -> None:
+    def _ask_for_restart(self, rescale: Rescale) -> None:
+        workers = rescale.workers
         if workers is not None and self.settings.worker_addresses:
             raise UnsupportedError(
                 "This query starts no workers itself, so a restart cannot change their number. Set "
                 "anabranch.migration to lazy or eager, and start workers with `anabranch worker --join`."
             )
         replace(self.settings, workers=workers or self.settings.workers)  # checks the number
+        self._restarts.append(rescale)
+        threading.Thread(target=self._restart, name="anabranch-restart", daemon=True).start()
 
-    def _restart(self, rescale: Rescale) -> None:
+    def _restart(self) -> None:
         """The way to rescale that others are measured against: stop everything, and start it again."""
         with self._restarting:
-            before = self._running
-            if before.is_released:
-                rescale.end(RescaleState.FAILED, "The query has ended.")
-                return
-            rescale.begin(None)
-            settings = replace(self.settings, workers=rescale.workers or self.settings.workers)
-            parallelism = {StageNumber(stage): number for stage, number in rescale.parallelism.items()}
-            try:
-                before.stop(self.settings.request_timeout_s)
-                self._past.extend(before.progress())
-                self._running = self._relaunch(settings, {**before.coordinator.parallelism, **parallelism})
-            except Exception as error:
-                self._failed_restart = error
-                rescale.end(RescaleState.FAILED, str(error))
-            else:
-                self.settings = settings
-                rescale.end(RescaleState.DONE)
+            # Several may wait here, in any order: each makes the rescale that was asked for first.
+            rescale = self._restarts[0]
+            self._make_by_restart(rescale)
+            with self._asking:
+                self._restarts.remove(rescale)
+
+    def _make_by_restart(self, rescale: Rescale) -> None:
+        before = self._running
+        if before.is_released:
+            rescale.end(RescaleState.FAILED, "The query has ended.")
+            return
+        rescale.begin(None)
+        settings = replace(self.settings, workers=rescale.workers or self.settings.workers)
+        parallelism = {StageNumber(stage): number for stage, number in rescale.parallelism.items()}
+        try:
+            before.stop(self.settings.request_timeout_s)
+            self._past.extend(before.progress())
+            self._running = self._relaunch(settings, {**before.coordinator.parallelism, **parallelism})
+        except Exception as error:
+            self._failed_restart = error
+            rescale.end(RescaleState.FAILED, str(error))
+        else:
+            self.settings = settings
+            rescale.end(RescaleState.DONE)
 
     def _session(self) -> SparkSession:
         return self.pipeline.source.sparkSession
@@ -299,10 +326,6 @@ class StreamQuery:
                 f"state({stage.spec.name!r}, {names[0]!r})."
             )
         return str(wanted)
-
-    def stage_number(self, stage: str | int) -> StageNumber:
-        """The number of a stateful stage."""
-        return self._stage(stage).spec.number
 
     def _explained(self, error: Exception) -> Exception:
         return explained(self._running.loop, error)

@@ -79,6 +79,8 @@ class Running:
         try:
             if self.coordinator.change_while_idle():
                 self.loop.prepare()
+                # At once: the more has come when the next epoch begins, the less that one waits.
+                self.coordinator.cluster.on_beat()
         except AnabranchError as error:
             logger.warning("a change among the workers waits for the next epoch: %s", error)
         except Py4JError as error:

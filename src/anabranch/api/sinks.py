@@ -50,18 +50,21 @@ def choose_sink(
     if function is not None:
         if format:
             raise UnsupportedError(f"A query has one sink: foreachBatch or format({format!r}), not both.")
+        _no_options(options, "foreachBatch")
+        _no_partitions(partition_by, "foreachBatch")
         return ForeachBatchSink(function), f"foreachBatch({getattr(function, '__name__', 'function')})"
     if foreach is not None:
         if format or table is not None:
             raise UnsupportedError("A query has one sink: foreach, a format or a table, not several of them.")
+        _no_options(options, "foreach")
+        _no_partitions(partition_by, "foreach")
         return ForeachSink(foreach), f"foreach({getattr(foreach, '__name__', type(foreach).__name__)})"
     if table is not None:
         return _table_sink(result, table, format or "parquet", mode, partition_by, plain)
     chosen = format or result.sparkSession.conf.get("spark.sql.sources.default", "parquet") or "parquet"
     if chosen in FILE_FORMATS:
         return _file_sink(result, chosen, path, mode, partition_by, plain)
-    if partition_by:
-        raise UnsupportedError(f"partitionBy is for files, not for the {chosen} sink.")
+    _no_partitions(partition_by, chosen)
     if chosen == "memory":
         return _memory_sink(result, name, mode, plain)
     if chosen == "console":
@@ -155,6 +158,11 @@ def _console_sink(options: Mapping[str, str]) -> tuple[Sink, str]:
 def _no_options(options: Mapping[str, str], sink: str) -> None:
     if options:
         raise UnsupportedError(f"Unknown option {next(iter(options))!r} for the {sink} sink. Remove it.")
+
+
+def _no_partitions(partition_by: Sequence[str], sink: str) -> None:
+    if partition_by:
+        raise UnsupportedError(f"partitionBy is for files, not for the {sink} sink. Remove it.")
 
 
 def _no_complete(mode: str, sink: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,10 @@ from anabranch.control.members import Member, Membership, connect, discover
 from anabranch.control.resume import resume
 from anabranch.control.savepoints import seed
 from anabranch.core.errors import CheckpointError, EpochError, SettingsError
-from anabranch.core.ids import StageNumber, WorkerId
+from anabranch.core.ids import NO_EPOCH, StageNumber, WorkerId
 from anabranch.core.settings import Settings
 from anabranch.engine.late import LateRows
-from anabranch.engine.loop import EpochLoop
+from anabranch.engine.loop import EpochLoop, wall_clock_ms
 from anabranch.engine.pythondaemon import use_own_daemon
 from anabranch.engine.sinks import FileSink, Sink
 from anabranch.engine.stages import Clock, table_stage
@@ -56,6 +56,7 @@ def start_query(
     mode: str,
     trigger: Mapping[str, Any],
     name: str | None,
+    now_ms: Callable[[], int] = wall_clock_ms,
 ) -> StreamQuery:
     """Start everything, or leave nothing behind."""
     if not settings.worker_addresses:
@@ -86,26 +87,21 @@ def start_query(
                 late=late,
                 tables=_make_tables(pipeline, settings),
             )
+            loop.now_ms = now_ms
             rows = loop.feeds.read() if pipeline.segments else pipeline.source
             if ticks is not None:
                 rows = ticks.added_to(rows)
             if isinstance(sink, FileSink):
                 sink.announce(spark)
             _replay(rows, loop, location, stream)
+            if ticks is not None and coordinator.committed_epoch != NO_EPOCH:
+                ticks.note_restart()
             query = _start_spark(rows, loop, location, trigger, name)
             stream.attach(query)
             return Running(query, loop, coordinator, StateOperators(pipeline.stateful_stages), undo.pop_all().close)
 
     running = launch(settings, {stage.spec.number: stage.parallelism or default for stage in pipeline.stateful_stages})
-    query = StreamQuery(
-        running,
-        pipeline,
-        settings=settings,
-        sink=description,
-        default_parallelism=default,
-        relaunch=launch,
-        temporary=temporary,
-    )
+    query = StreamQuery(running, pipeline, settings=settings, sink=description, relaunch=launch, temporary=temporary)
     try:
         query.open_control(strict_port="control_port" in settings.given)
     except SettingsError:
@@ -148,7 +144,7 @@ def _start_coordinator(
     members = _find_workers(settings, workers)
     undo.callback(members.close)
     coordinator = Coordinator(
-        resume(claimed, members, shared_store=settings.store == "redis"),
+        resume(claimed, members, shared_store=settings.store == "redis", heartbeat_s=settings.heartbeat_s),
         members,
         settings,
         parallelism,

@@ -17,6 +17,7 @@ from anabranch.api.sinks import TablePlace, choose_sink
 from anabranch.api.start import start_query
 from anabranch.core.errors import SettingsError, UnsupportedError
 from anabranch.core.settings import Settings
+from anabranch.engine.loop import wall_clock_ms
 from anabranch.engine.sinks import foreach_function
 from anabranch.plan.pipeline import Pipeline
 from anabranch.plan.validation import check_output_mode
@@ -45,6 +46,7 @@ class StreamWriter:
         self._function: Callable[[DataFrame, int], Any] | None = None
         self._foreach: Any | None = None
         self._late: LateTarget | None = None
+        self._now_ms: Callable[[], int] = wall_clock_ms
 
     def format(self, source: str) -> StreamWriter:
         self._format = source.lower()
@@ -113,6 +115,11 @@ class StreamWriter:
         stage, and ``_stage``, the stage's name, ``_watermark``, and, if streams are joined, ``_side``.
         """
         self._late = LateTarget(target, format.lower())
+        return self
+
+    def clock(self, now_ms: Callable[[], int]) -> StreamWriter:
+        """For tests: what the processing time of epochs is, in milliseconds, from the first of them on."""
+        self._now_ms = now_ms
         return self
 
     def start(
@@ -205,6 +212,7 @@ class StreamWriter:
             mode=self._mode,
             trigger=self._trigger,
             name=self._name,
+            now_ms=self._now_ms,
         )
 
     def _default_checkpoint(self, settings: Settings, table: TablePlace | None) -> str | TemporaryFolder:

@@ -10,7 +10,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
-from anabranch.engine.stages import StatefulStage
+from anabranch.engine.stages import Clock, StatefulStage
 from anabranch.engine.tables import EpochTables, TableStage
 
 #: Operations that keep Spark's partitions one to one and read their input once (a repartition by range does not: it
@@ -103,19 +103,26 @@ def is_chain(segments: Sequence[Segment]) -> bool:
     return all(segment.feeders(i) == ((i - 1,) if i else ()) for i, segment in enumerate(segments))
 
 
-def watermark_delays_ms(segments: Sequence[Segment]) -> dict[int, int]:
-    """By stage, how far its watermark is behind that of the stream.
+def watermark_delays_ms(segments: Sequence[Segment]) -> dict[int, int | None]:
+    """By stage, how far its watermark is behind that of the stream; None if no watermark reaches it.
 
     A join gives rows out up to so long after the watermark has passed them: to the stages after it, they are not late.
-    What has several inputs goes by the one that is furthest behind.
+    After a stage that goes by the time of day nothing is known about event times, so Spark lets no watermark pass. What
+    has several inputs goes by the one that is furthest behind, of those that have a watermark.
     """
-    delays_ms: dict[int, int] = {}
-    behind_ms: list[int] = []
+    delays_ms: dict[int, int | None] = {}
+    behind_ms: list[int | None] = []
     for position, segment in enumerate(segments):
-        delay_ms = max((behind_ms[feeder] for feeder in segment.feeders(position)), default=0)
+        feeders = segment.feeders(position)
+        is_read = len(feeders) < max(len(segment.inputs), 1)
+        known = [each for feeder in feeders if (each := behind_ms[feeder]) is not None] + [0] * is_read
+        delay_ms = max(known, default=None)
         if segment.stage is not None:
             delays_ms[segment.stage.spec.number] = delay_ms
-            delay_ms += segment.stage.output_delay_ms
+            if segment.stage.clock is Clock.PROCESSING_TIME:
+                delay_ms = None
+            elif delay_ms is not None:
+                delay_ms += segment.stage.output_delay_ms
         behind_ms.append(delay_ms)
     return delays_ms
 

@@ -8,6 +8,7 @@ from typing import Any
 from pyspark.sql.streaming.query import StreamingQuery
 
 from anabranch.core.errors import EpochError
+from anabranch.engine.taskepoch import FIRST_WATERMARK_MS
 from anabranch.engine.ticks import TICK
 
 _ATTACH_TIMEOUT_S = 60.0
@@ -29,16 +30,20 @@ class SparkStream:
         self._attached.set()
 
     def watermark_ms(self) -> int | None:
-        """The event time up to which input is complete, or None if there is no watermark yet."""
+        """The event time up to which input is complete; None without a watermark.
+
+        From the first epoch on: Spark begins with 1970, so that rows before that are late, and never goes back.
+        """
         execution = self._execution()
-        return None if execution is None else execution.offsetSeqMetadata().batchWatermarkMs() or None
+        return None if execution is None else int(execution.offsetSeqMetadata().batchWatermarkMs())
 
     def late_watermark_ms(self) -> int | None:
         """The watermark of the epoch before; Spark has it in its log of offsets, so a restart does not change it."""
         execution = self._execution()
-        if execution is None or execution.prevOffsetSeqMetadata().isEmpty():
+        if execution is None:
             return None
-        return execution.prevOffsetSeqMetadata().get().batchWatermarkMs() or None
+        before = execution.prevOffsetSeqMetadata()
+        return int(before.get().batchWatermarkMs()) if before.isDefined() else FIRST_WATERMARK_MS
 
     def _execution(self) -> Any:
         """Spark's plan of the epoch that runs; None without a watermark."""

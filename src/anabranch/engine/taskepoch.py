@@ -17,6 +17,8 @@ from pyspark.sql import SparkSession
 from anabranch.core.errors import EpochError
 
 _PROPERTY = "anabranch.epoch"
+#: Where Spark's watermarks begin: no stage has one that is earlier, however far it is behind.
+FIRST_WATERMARK_MS = 0
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class TaskEpoch:
     late_watermark_ms: int | None = None
     #: By stage, the partitions that an earlier try of this run has sealed, and whose output nobody needs again.
     done: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    #: By stage, how far behind the watermarks are that it goes by.
-    delays_ms: Mapping[int, int] = field(default_factory=dict)
+    #: By stage, how far behind the watermarks are that it goes by; None if they never move.
+    delays_ms: Mapping[int, int | None] = field(default_factory=dict)
 
     def announce(self, spark: SparkSession) -> None:
         """To all tasks that this thread lets Spark start from now on."""
@@ -59,6 +61,12 @@ class TaskEpoch:
     def of_stage(self, stage: int) -> TaskEpoch:
         """As the stage sees it, with its own watermarks."""
         delay_ms = self.delays_ms.get(stage, 0)
-        watermarks = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if "watermark" in f.name}
-        behind = {name: value_ms - delay_ms for name, value_ms in watermarks.items() if value_ms is not None}
-        return dataclasses.replace(self, **behind)
+
+        def behind(watermark_ms: int | None) -> int | None:
+            if watermark_ms is None or delay_ms is None:
+                return None if watermark_ms is None else FIRST_WATERMARK_MS
+            return max(watermark_ms - delay_ms, FIRST_WATERMARK_MS)
+
+        return dataclasses.replace(
+            self, watermark_ms=behind(self.watermark_ms), late_watermark_ms=behind(self.late_watermark_ms)
+        )

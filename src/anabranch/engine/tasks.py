@@ -10,7 +10,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
-from anabranch.core.schemas import StageSpec
+from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine import pythonworker
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.wire.routed import RoutedState, StageAccess
@@ -71,5 +71,6 @@ def run_task(access: StageAccess, task: Task, batches: Iterable[pa.RecordBatch])
     if partition in epoch.done.get(access.stage.number, ()) or partition >= access.parallelism:
         return
     state = access.open(epoch=epoch.epoch, run=epoch.run, partition=partition, attempt=context.taskAttemptId())
+    state.note_rows([batch.column(HASH).to_numpy() for batch in received])
     rows = [batch.select(range(1, batch.num_columns)) for batch in received]
     yield from list(task(rows, state, epoch.of_stage(access.stage.number)))

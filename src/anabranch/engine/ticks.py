@@ -65,6 +65,11 @@ class Ticks:
         if had_rows and self._after_rows:
             self.wish()
 
+    def note_restart(self) -> None:
+        """The query goes on after epochs of another driver, which may have ended before an epoch that was due."""
+        if self._after_rows:
+            self.wish()
+
     def keep_wishing(self) -> None:
         """Let an epoch run every now and then while no rows come."""
         threading.Thread(target=self._keep_wishing, name="anabranch-ticks", daemon=True).start()

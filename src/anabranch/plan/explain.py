@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from anabranch.core.routes import Route
-from anabranch.core.settings import Settings
 from anabranch.plan.pipeline import Pipeline
 
 
@@ -26,14 +25,17 @@ def explain_logical(pipeline: Pipeline, sink: str | None) -> list[str]:
     return lines
 
 
-def explain_physical(pipeline: Pipeline, settings: Settings, default_parallelism: int) -> list[str]:
+def explain_physical(
+    pipeline: Pipeline, *, parallelism: Mapping[int, int], workers: int, store: str, key_groups: int
+) -> list[str]:
+    """With the parallelism of each stateful stage that is in force now."""
     lines = ["== Physical plan ==", "Spark, before the first stateful stage: one streaming DataFrame"]
     for segment in pipeline.segments:
         if segment.stage is None:
             lines += [f"Spark: {segment.union}", *(f"  then {operation}" for operation in segment.after)]
             continue
         spec = segment.stage.spec
-        partitions = segment.stage.parallelism or default_parallelism
+        partitions = parallelism[spec.number]
         keys = ", ".join(f"{field.name}: {field.type}" for field in spec.key)
         lines.append(f"Stage {spec.number} {spec.name!r}: repartitionById({partitions}) by key group of [{keys}]")
         for variable in spec.variables:
@@ -43,7 +45,8 @@ def explain_physical(pipeline: Pipeline, settings: Settings, default_parallelism
         lines += [f"  then {operation}" for operation in segment.after]
         if not segment.one_to_one:
             lines.append("  (output materialised: the operations after it may read it more than once)")
-    lines.append(f"State: {settings.worker_count} workers, store {settings.store}, {settings.key_groups} key groups")
+    count = "1 worker" if workers == 1 else f"{workers} workers"
+    lines.append(f"State: {count}, store {store}, {key_groups} key groups")
     return lines
 
 

@@ -10,14 +10,19 @@ from pyspark.errors import AnalysisException
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.settings import MAX_PARALLELISM
 from anabranch.engine.segments import Segment
+from anabranch.engine.stages import Clock, StatefulStage
+from anabranch.engine.tables import TableStage
 from anabranch.operators.aggregate.stage import AggregateStage
+from anabranch.operators.dedup.stage import DedupStage
 from anabranch.operators.join.sides import JoinType
 from anabranch.operators.join.stage import JoinStage
 from anabranch.operators.keys import WATERMARK
 from anabranch.operators.process.program import TimeMode
 from anabranch.operators.process.stage import ProcessStage
 from anabranch.operators.session.stage import SessionStage
+from anabranch.operators.vectorised.stage import VectorisedStage
 from anabranch.plan.pipeline import Pipeline
+from anabranch.plan.unbounded import refused_operation
 
 OUTPUT_MODES = ("append", "update", "complete")
 
@@ -87,16 +92,77 @@ def check_output_mode(pipeline: Pipeline, mode: str) -> None:
         raise UnsupportedError(
             "Output mode complete needs an aggregation as the last stateful operation. Use outputMode('update')."
         )
-    for each in pipeline.stateful_stages:
-        if isinstance(each, ProcessStage) and each.output_mode not in (None, mode):
-            raise UnsupportedError(
-                f"Stage {each.spec.name}: applyInPandasWithState has outputMode {each.output_mode!r} and the query "
-                f"{mode!r}. Give both the same."
-            )
+    _check_group_states(pipeline, mode)
     if sorts and mode != "complete":
         raise UnsupportedError("Sorting needs outputMode('complete'): otherwise only a part of the result goes out.")
     _check_join_mode(pipeline, mode)
     _check_meetings(pipeline, mode)
+    _check_after_aggregations(pipeline, mode)
+    _check_operations(pipeline, mode)
+
+
+def _check_group_states(pipeline: Pipeline, mode: str) -> None:
+    """The output modes of applyInPandasWithState, as Spark has them; in append mode there may be several."""
+    stages = [stage for stage in pipeline.stateful_stages if isinstance(stage, ProcessStage) and stage.output_mode]
+    aggregates = bool(_aggregations(pipeline))
+    for stage in stages:
+        where = f"Stage {stage.spec.name}: applyInPandasWithState"
+        if aggregates and stage.output_mode == "update":
+            raise UnsupportedError(
+                f"{where} in outputMode 'update' is not supported together with an aggregation, as in Spark: a row "
+                "that it emits again would be aggregated again. Give it outputMode 'append', or write its result out "
+                "and aggregate it in a second query."
+            )
+        if not aggregates and stage.output_mode != mode:
+            raise UnsupportedError(
+                f"{where} has outputMode {stage.output_mode!r} and the query {mode!r}. Give both the same."
+            )
+    if mode != "append" and len(stages) > 1:
+        raise UnsupportedError(
+            f"Stage {stages[1].spec.name}: a second applyInPandasWithState is supported in outputMode 'append' only. "
+            "Give both and the query outputMode 'append', or write the first one's result out and go on in a second "
+            "query."
+        )
+
+
+def _check_after_aggregations(pipeline: Pipeline, mode: str) -> None:
+    """What a stage made of a row that an aggregation replaces later could not be taken back."""
+    if mode == "append":
+        return
+    for position, segment in enumerate(pipeline.segments):
+        stage = segment.stage
+        if stage is None or isinstance(stage, TableStage) or _takes_each_version(stage):
+            continue
+        if _aggregates_before(pipeline.segments, position):
+            raise UnsupportedError(
+                f"Stage {stage.spec.name} comes after an aggregation, which is not supported in output mode {mode}: "
+                "the aggregation emits a key each time that it changes, and what the stage made of the row before "
+                "would stay. Use outputMode('append') with a window under a watermark, or write the aggregation out "
+                "and go on in a second query."
+            )
+
+
+def _takes_each_version(stage: StatefulStage) -> bool:
+    """Whether rows that an aggregation replaces later are rows like others: to functions of whole partitions, which are
+    ours, and, as in Spark, to dropDuplicates that forgets no key, which keeps the first."""
+    return isinstance(stage, VectorisedStage) or (isinstance(stage, DedupStage) and stage.clock is Clock.NONE)
+
+
+def _check_operations(pipeline: Pipeline, mode: str) -> None:
+    """Between stages and after them, too, only what Spark allows on streams."""
+    segments = pipeline.segments
+    for segment in segments:
+        if mode == "complete" and segment is segments[-1]:
+            continue  # every epoch has the whole result, of which a batch may do what it likes
+        refused = refused_operation(segment)
+        if refused is not None:
+            operation, reason = refused
+            after = "a union of streams" if segment.stage is None else f"stage {segment.stage.spec.name}"
+            raise UnsupportedError(
+                f"{operation} after {after} is not supported: {reason}. It would be done for each epoch by itself. "
+                "Do it in foreachBatch, if that is what you want; use groupBy(...).agg(...) to aggregate over the "
+                "whole stream."
+            )
 
 
 def _check_meetings(pipeline: Pipeline, mode: str) -> None:

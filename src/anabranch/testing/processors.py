@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
@@ -14,15 +14,18 @@ import xxhash
 from pyspark import cloudpickle
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor
-from pyspark.sql.types import Row, StructType
+from pyspark.sql.types import Row, StructField, StructType, TimestampNTZType, TimestampType
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec
-from anabranch.operators.keys import arrow_schema, check_key_fields
+from anabranch.operators.keys import arrow_schema, check_key_fields, nullable_field
 from anabranch.operators.process import Program, declare_state, run_frames, run_rows
 from anabranch.operators.process.declare import checked_time_mode
+from anabranch.operators.process.program import TimeMode
+from anabranch.operators.process.stage import LateRows
+from anabranch.testing.moments import milliseconds
 from anabranch.wire.routed import Answers, Expiry
 from anabranch.worker.layers import VariableState
 from anabranch.worker.storeoptions import StoreOptions
@@ -48,10 +51,16 @@ class ProcessorTest:
         output: StructType | str,
         *,
         timeMode: str = "none",
+        eventTime: str | None = None,
+        initialState: tuple[StructType | str, Sequence[Any]] | None = None,
         pandas: bool = False,
         broadcast: Mapping[str, Mapping[Any, Any]] | None = None,
     ) -> None:
-        """`broadcast` are the tables that ``handle.getBroadcast(name)`` gives: rows by their key. It can be changed."""
+        """`eventTime` is the column under the watermark, by which rows are late with timeMode "eventTime"; it need not
+        be named if only one column is a timestamp. `initialState` are the schema and the rows that handleInitialState
+        gets in the first epoch; the key is in the columns of the same names. `broadcast` are the tables that
+        ``handle.getBroadcast(name)`` gives: rows by their key. It can be changed.
+        """
         self.broadcast = broadcast or {}
         self._schema = _struct(schema)
         unknown = [name for name in key if name not in self._schema.names]
@@ -60,6 +69,7 @@ class ProcessorTest:
         fields = [self._schema[name] for name in key]
         check_key_fields(fields)
         mode = checked_time_mode(timeMode)
+        self._late = _late_rows(self._schema, len(fields), eventTime) if mode is TimeMode.EVENT_TIME else None
         self._pickled: bytes = cloudpickle.dumps(processor)  # type: ignore[no-untyped-call]
         self._spec = declare_state(
             processor, arrow_schema(fields), StageNumber(0), "test", mode, [*self.broadcast]
@@ -70,21 +80,21 @@ class ProcessorTest:
         self._state = _MemoryState(self._spec)
         self._watermark_ms: int | None = None
         self._now_ms = time.time_ns() // 1_000_000
+        self._initial = [] if initialState is None else self._initial_batches(*initialState, fields)
 
     def send(self, rows: Sequence[Any]) -> list[Row]:
-        """An epoch with these rows, as tuples or dicts; what the processor yields, timers that are due included."""
-        arrow = to_arrow_schema(self._schema, timezone="UTC")
-        columns = list(zip(*[_values(row, arrow.names) for row in rows], strict=True)) or [()] * len(arrow)
-        table = pa.table([pa.array(list(c), f.type) for c, f in zip(columns, arrow, strict=True)], schema=arrow)
-        keys = [table.column(name) for name in self._spec.key.names]
-        hashes = [_hash(key) for key in zip(*[column.to_pylist() for column in keys], strict=True)]
-        names = [HASH, *(f"_key{i}" for i in range(len(keys))), *arrow.names]
-        return self._epoch(pa.table([pa.array(hashes, pa.int64()), *keys, *table.columns], names=names).to_batches())
+        """An epoch with these rows, as tuples or dicts; what the processor yields, timers that are due included.
+
+        With timeMode "eventTime", rows that the watermark has passed are dropped.
+        """
+        batches = self._batches(rows, self._schema)
+        if self._late is not None:
+            batches = self._late.dropped(batches, self._watermark_ms)
+        return self._epoch(batches)
 
     def advance_watermark(self, to: datetime | int) -> list[Row]:
         """Let event time pass, to a datetime or to milliseconds since 1970; what timers yield because of it."""
-        to_ms = to if isinstance(to, int) else round(to.replace(tzinfo=to.tzinfo or UTC).timestamp() * 1000)
-        self._watermark_ms = max(to_ms, self._watermark_ms or 0)
+        self._watermark_ms = max(milliseconds(to), self._watermark_ms or 0)
         return self._epoch([])
 
     def advance_clock(self, seconds: float) -> list[Row]:
@@ -103,9 +113,36 @@ class ProcessorTest:
         tables = {name: _Table(rows) for name, rows in self.broadcast.items()}
         program = Program(self._spec, processor, self._output, time_mode=self._mode, tables=tables)
         times = program.times(self._now_ms, self._watermark_ms)
-        output = list(self._run(batches, program, self._state, times))
+        output = list(self._run(batches, program, self._state, times, self._initial))
         self._state.commit()
+        self._initial = []
         return _rows(pa.Table.from_batches(output, schema=program.output_schema))
+
+    def _batches(self, rows: Sequence[Any], schema: StructType) -> list[pa.RecordBatch]:
+        """The rows as a task gets them: with the hash of their key, and the key, in front."""
+        arrow = to_arrow_schema(schema, timezone="UTC")
+        columns = list(zip(*[_values(row, arrow.names) for row in rows], strict=True)) or [()] * len(arrow)
+        table = pa.table([pa.array(list(c), f.type) for c, f in zip(columns, arrow, strict=True)], schema=arrow)
+        keys = [table.column(name) for name in self._spec.key.names]
+        hashes = [_hash(key) for key in zip(*[column.to_pylist() for column in keys], strict=True)]
+        names = [HASH, *(f"_key{i}" for i in range(len(keys))), *arrow.names]
+        batches: list[pa.RecordBatch] = pa.table(
+            [pa.array(hashes, pa.int64()), *keys, *table.columns], names=names
+        ).to_batches()
+        return batches
+
+    def _initial_batches(
+        self, schema: StructType | str, rows: Sequence[Any], key: Sequence[StructField]
+    ) -> list[pa.RecordBatch]:
+        struct = _struct(schema)
+        found = {field.name: nullable_field(field) for field in struct.fields}
+        if any(found.get(field.name) != nullable_field(field) for field in key):
+            wanted = StructType(list(key)).simpleString()
+            raise UnsupportedError(
+                f"initialState has the columns {struct.simpleString()}, without the key {wanted}. Give the key's "
+                "columns the same names and types as in the rows."
+            )
+        return self._batches(rows, struct)
 
 
 @dataclass(frozen=True)
@@ -158,6 +195,20 @@ class _MemoryState:
             self._states[name].add_layer(self._epoch, table)
             self._states[name].fold(self._epoch)
         self._staged = {}
+
+
+def _late_rows(schema: StructType, keys: int, named: str | None) -> LateRows:
+    """Which rows the watermark passes: by the column that is named, else by the only timestamp."""
+    times = [field.name for field in schema.fields if isinstance(field.dataType, TimestampType | TimestampNTZType)]
+    if named is None and len(times) == 1:
+        (named,) = times
+    if named is None or named not in schema.names:
+        raise UnsupportedError(
+            f"With timeMode 'eventTime', rows are late by a column of theirs, and {named!r} is none of "
+            f"{schema.names}. Name the one that withWatermark has in the query: eventTime={(times or ['at'])[0]!r}."
+        )
+    is_window = isinstance(schema[named].dataType, StructType)
+    return LateRows(1 + keys + schema.names.index(named), "end" if is_window else "")
 
 
 def _struct(schema: StructType | str) -> StructType:

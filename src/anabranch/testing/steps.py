@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows arrive, as one epoch."""
+    """Rows arrive, as one epoch; by the name of their input, if there are several."""
 
-    rows: Sequence[Any]
+    rows: Sequence[Any] | Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,13 @@ class Clock:
     """Time passes: the processing time of epochs is that much later from now on, and an epoch without rows runs."""
 
     seconds: float
+
+
+@dataclass(frozen=True)
+class Watermark:
+    """Event time passes: the watermark is there from now on, if it is not beyond, and an epoch without rows runs."""
+
+    to: datetime | int
 
 
 @dataclass(frozen=True)
@@ -47,4 +55,4 @@ class Restart:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-Step = Rows | Clock | Rescale | KillWorker | Restart
+Step = Rows | Clock | Watermark | Rescale | KillWorker | Restart

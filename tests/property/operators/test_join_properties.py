@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from join_model import Case, Model, TaskHarness
 
@@ -26,7 +26,6 @@ epochs = st.lists(st.tuples(st.tuples(rows, rows), watermarks), min_size=1, max_
 
 
 @given(case=cases, epochs=epochs)
-@settings(max_examples=400, deadline=None)
 def test_a_join_in_columns_equals_a_join_row_by_row(case: Case, epochs: list) -> None:
     model, harness = Model(case), TaskHarness(case)
     watermark_ms: int | None = None

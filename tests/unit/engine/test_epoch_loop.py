@@ -12,6 +12,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 from anabranch.core.errors import EpochError, FencedError
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.segments import Operation, Segment
+from anabranch.engine.stages import Clock
 
 
 class Rows:
@@ -62,6 +63,10 @@ class Stage:
     @property
     def spec(self) -> Any:
         return SimpleNamespace(number=self.number)
+
+    @property
+    def clock(self) -> Clock:
+        return Clock.NONE
 
     @property
     def output_delay_ms(self) -> int:

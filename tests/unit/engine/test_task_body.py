@@ -20,10 +20,14 @@ class Access:
         self.parallelism = parallelism
         self.stage = SimpleNamespace(number=5)
         self.opened: list[tuple[int, int, int, int]] = []
+        self.noted: list[Any] = []
 
     def open(self, *, epoch: int, run: int, partition: int, attempt: int) -> Any:
         self.opened.append((epoch, run, partition, attempt))
         return self
+
+    def note_rows(self, hashes: list[Any]) -> None:
+        self.noted = hashes
 
 
 class EchoTask:
@@ -74,7 +78,8 @@ def _in_a_task(spark: Any) -> None:
 
 
 def rows_of(partition: int, count: int) -> pa.RecordBatch:
-    return pa.record_batch({"_partition": pa.array([partition] * count, pa.int32()), "k": pa.array(["a"] * count)})
+    columns = {"_partition": pa.array([partition] * count, pa.int32()), "_hash": pa.array(range(count), pa.int64())}
+    return pa.record_batch({**columns, "k": pa.array(["a"] * count)})
 
 
 @pytest.mark.usefixtures("_in_a_task")
@@ -82,7 +87,8 @@ def test_rows_tell_the_partition_whatever_number_the_task_has() -> None:
     access, task = Access(), EchoTask()
     out = list(run_task(access, task, [rows_of(3, 0), rows_of(3, 2), rows_of(3, 1)]))
     assert access.opened == [(8, 3, 3, 77)]
-    assert task.names == ["k"]
+    assert task.names == ["_hash", "k"]
+    assert [hashes.tolist() for hashes in access.noted] == [[0, 1], [0]]
     assert sum(batch.num_rows for batch in out) == 3
 
 

@@ -50,6 +50,12 @@ def test_only_epochs_with_rows_are_followed_by_another(ticks: Ticks) -> None:
     assert offset(reader, 3) == 4
 
 
+def test_a_restart_makes_up_for_the_epoch_that_the_last_driver_may_have_missed(ticks: Ticks) -> None:
+    reader = TickReader(str(ticks._file))
+    ticks.note_restart()
+    assert [offset(reader, 3), offset(reader, 4)] == [4, 4]
+
+
 def test_a_query_that_has_ended_wishes_for_nothing(ticks: Ticks) -> None:
     reader = TickReader(str(ticks._file))
     ticks.close()
@@ -63,6 +69,7 @@ def test_where_spark_s_setting_forbids_it_no_epoch_follows_but_a_wish_still_coun
     try:
         reader = TickReader(str(ticks._file))
         ticks.note_epoch(had_rows=True)
+        ticks.note_restart()
         assert offset(reader, 3) == 3
         ticks.wish()
         assert offset(reader, 3) == 4

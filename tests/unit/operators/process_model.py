@@ -179,9 +179,10 @@ def run_epochs(
 
     With a time mode, the times of the epochs are the time of day and the watermark.
     """
-    spec = declare_state(processor, key, StageNumber(1), "stage1", time_mode).spec
+    declared = declare_state(processor, key, StageNumber(1), "stage1", time_mode)
+    spec = declared.spec
     state = ModelState(spec)
-    program = Program(spec, processor, output, frames or FrameSettings(), time_mode)
+    program = Program(spec, processor, output, frames or FrameSettings(), time_mode, declared.asked)
     outputs = []
     for number, rows in enumerate(epochs):
         batches = batches_of(rows, spec, hash_of=hash_of) if rows else []

@@ -93,7 +93,9 @@ def test_a_key_times_out_once_after_its_time_if_no_rows_come() -> None:
     def wait(key: Any, frames: list[pd.DataFrame], state: GroupState) -> Any:
         del key
         if state.hasTimedOut:
-            return "out", [list(frame.columns) for frame in frames], [len(frame) for frame in frames], state.getOption
+            seen = "out", [list(frame.columns) for frame in frames], [len(frame) for frame in frames], state.getOption
+            state.update(state.get)
+            return seen
         state.update((1,))
         state.setTimeoutTimestamp(int(frames[0]["n"].iloc[0]))
         return state.getCurrentWatermarkMs()
@@ -110,11 +112,12 @@ def test_a_key_times_out_once_after_its_time_if_no_rows_come() -> None:
     assert [len(groups.state.map(TIMERS, key)) for key in (1, 2, 3)] == [0, 0, 1]
 
 
-def test_a_call_that_sets_no_time_out_ends_it() -> None:
+def test_a_call_that_updates_without_setting_a_time_out_ends_it() -> None:
     def first_only(key: Any, frames: list[pd.DataFrame], state: GroupState) -> Any:
         del key, frames
-        if not state.exists:
-            state.update((1,))
+        first = not state.exists
+        state.update((1,))
+        if first:
             state.setTimeoutDuration(10)
         return state.hasTimedOut
 
@@ -124,6 +127,32 @@ def test_a_call_that_sets_no_time_out_ends_it() -> None:
     assert groups.epoch(now=110) == {}
     assert groups.epoch(now=111) == {2: "True"}
     assert groups.epoch(now=500) == {}
+
+
+def test_a_call_that_does_nothing_leaves_the_time_out_as_it_is() -> None:
+    calls: list[tuple[int, bool]] = []
+
+    def first_only(key: Any, frames: list[pd.DataFrame], state: GroupState) -> Any:
+        del frames
+        calls.append((int(key[0]), state.hasTimedOut))
+        if not state.exists:
+            state.update((1,))
+            state.setTimeoutDuration(10)
+
+    def calls_of_epoch(rows: Any = (), *, now: int) -> list[tuple[int, bool]]:
+        calls.clear()
+        batches = batches_of(rows, groups.program.spec) if rows else []
+        list(run_groups(batches, groups.program, groups.state, groups.program.times(now, None)))
+        return list(calls)
+
+    groups = Groups(first_only, GroupStateTimeout.ProcessingTimeTimeout)
+    calls_of_epoch(rows_of((1, 1)), now=100)
+    assert calls_of_epoch(rows_of((1, 1)), now=105) == [(1, False)]
+    assert calls_of_epoch(now=110) == []
+    # As in PySpark, which finds it due again and again.
+    assert calls_of_epoch(now=111) == [(1, True)]
+    assert calls_of_epoch(rows_of((1, 1)), now=112) == [(1, False), (1, True)]
+    assert calls_of_epoch(now=500) == [(1, True)]
 
 
 def test_state_that_is_removed_may_still_time_out() -> None:

@@ -17,6 +17,7 @@ from pyspark.sql.types import (
     ArrayType,
     DecimalType,
     IntegerType,
+    LongType,
     MapType,
     StringType,
     StructField,
@@ -364,12 +365,18 @@ def test_output_comes_in_batches_of_bounded_size() -> None:
         ([("a", 1)], "yielded a list for key"),
         (pd.Series([1]), "yielded a Series"),
         (pd.DataFrame({"id": ["a"], "count": ["many"]}), r"output field count, a bigint, .* for key \('k',\)"),
+        (pd.DataFrame({"id": [None], "count": [1]}), r"for key \('k',\), the processor yielded nulls .* field id"),
     ],
 )
 def test_output_that_does_not_fit_is_refused_by_stage_and_field(yielded: Any, says: str) -> None:
     good = pd.DataFrame({"id": ["a"], "count": [1]})
+    output = StructType([StructField("id", StringType(), nullable=False), StructField("count", LongType())])
     with pytest.raises(EpochError, match=says) as caught:
-        run(lambda key, _: [good, yielded if key == ("k",) else good], [{"id": "j"}, {"id": "k"}, {"id": "l"}])
+        run(
+            lambda key, _: [good, yielded if key == ("k",) else good],
+            [{"id": "j"}, {"id": "k"}, {"id": "l"}],
+            output=output,
+        )
     assert "Stage stage1" in str(caught.value)
 
 

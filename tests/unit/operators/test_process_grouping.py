@@ -26,6 +26,34 @@ def group(keys: list[Any], kind: pa.DataType, hash_of: Any, rows_per_batch: int 
     return group_rows(table.to_batches(max_chunksize=rows_per_batch), pa.schema([("k", kind)]))
 
 
+@pytest.mark.parametrize(
+    ("kind", "ascending"),
+    [
+        (pa.int64(), [None, -5, 0, 7, 2**40]),
+        (pa.string(), [None, "", "B", "a", "aa", "é"]),
+        (pa.float64(), [None, float("-inf"), -1.5, 0.0, 3.0, float("inf"), float("nan")]),
+        (pa.bool_(), [None, False, True]),
+        (pa.decimal128(10, 2), [None, Decimal("-3.10"), Decimal("0.00"), Decimal("12.00")]),
+        (pa.date32(), [dt.date(1969, 1, 1), dt.date(2024, 1, 1)]),
+        (
+            pa.struct([("start", pa.int64()), ("who", pa.string())]),
+            [None, {"start": None, "who": "z"}, {"start": 1, "who": None}, {"start": 1, "who": "a"}, {"start": 2}],
+        ),
+    ],
+)
+def test_keys_ascend_as_in_spark_and_keep_their_rows(kind: pa.DataType, ascending: list[Any]) -> None:
+    keys = [key for turn in range(3) for key in (ascending[turn:] + ascending[:turn])]
+    groups = group(keys, kind, spread)
+    ordered = groups.in_key_order()
+    assert frozen(ordered.keys.column("k").to_pylist()) == frozen(pa.array(ascending, kind).to_pylist())
+    assert as_dict(ordered) == as_dict(groups) == expected(pa.array(keys, kind).to_pylist())
+
+
+def test_keys_without_an_order_stay_as_they_are() -> None:
+    groups = group([[2], [1], [2]], pa.list_(pa.int64()), spread)
+    assert groups.in_key_order() is groups
+
+
 def as_dict(groups: Groups) -> dict[Any, list[int]]:
     numbers = groups.rows.column("n").to_pylist()
     found = {}

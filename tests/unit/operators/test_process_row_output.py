@@ -117,9 +117,14 @@ def test_input_rows_may_be_passed_on() -> None:
     ],
 )
 def test_output_that_does_not_fit_is_refused_by_stage_and_field(yielded: Any, says: str) -> None:
+    def handle_rows(key: Any, *_: Any) -> list[Any]:
+        fine = Row(id="fine", count=0)
+        # Enough for the culprit to be in the second batch, after which more is to come.
+        return [fine] * 6_000 + [yielded] if key == ("culprit",) else [fine] * 6_000
+
     with pytest.raises(EpochError, match=says) as caught:
-        run(lambda *_: [Row(id="fine", count=0), yielded], [{"id": "a"}])
-    assert "Stage stage1" in str(caught.value)
+        run(handle_rows, [{"id": id} for id in ("a", "b", "culprit", "c")])
+    assert "Stage stage1: for key ('culprit',), the processor yielded " in str(caught.value)
 
 
 def test_output_that_must_not_be_null_is_checked() -> None:

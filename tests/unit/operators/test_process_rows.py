@@ -206,6 +206,18 @@ def test_a_program_travels_to_its_tasks() -> None:
     assert batch.to_pylist() == [{"id": "a", "count": 1}]
 
 
+def test_user_code_is_called_for_ascending_keys() -> None:
+    seen = []
+
+    def note(key: Any, rows: Any, timers: Any) -> Any:
+        del timers
+        seen.append((key[0], [row.n for row in rows]))
+        return []
+
+    run(note, [{"id": id, "n": n} for n, id in enumerate(["c", "a", "b", None, "c", "a"])])
+    assert seen == [(None, [3]), ("a", [1, 5]), ("b", [2]), ("c", [0, 4])]
+
+
 def test_a_processor_lives_once_per_task() -> None:
     processor = Calling(count)
     run_epochs(processor, [[{"id": str(n)} for n in range(3)]], key=KEY, output=COUNTS)

@@ -1,15 +1,17 @@
 """What all state variables have in common: their key, their place, and one write."""
 
+import re
 from typing import Any
 
 import pytest
 from process_model import fields, run_epochs
 from process_script import EXISTS, GET, ITEMS, KEY, LIST, OUTPUT, Act, Scripted, run, set_value
 from pyspark.errors import PySparkRuntimeError
-from pyspark.sql.streaming.stateful_processor import StatefulProcessorHandle
+from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
-from anabranch.core.errors import EpochError, UnsupportedError
-from anabranch.core.schemas import OP, Op
+from anabranch.core.errors import EpochError
+from anabranch.core.schemas import OP, Op, VariableKind
+from anabranch.operators.process.variable import Asked
 
 
 def test_state_belongs_to_the_current_key() -> None:
@@ -77,8 +79,12 @@ def test_without_a_key_there_is_no_state(where: str, act: Act) -> None:
     ],
 )
 def test_without_a_time_mode_there_are_no_timers(act: Act, named: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"{named} with timeMode 'none'.*Use timeMode 'processingTime'"):
+    with pytest.raises(EpochError) as caught:
         run({"a": "act"}, act=act)
+    message = str(caught.value)
+    assert "Scripted failed in handleInputRows for key ('a',): UnsupportedError: Stage stage1: " in message
+    assert f"{named} with timeMode 'none' is not supported. Use timeMode 'processingTime'" in message
+    assert f"line {act.__code__.co_firstlineno}, in <lambda>\n    (lambda p: " in message
 
 
 def test_state_is_deleted_in_init_only() -> None:
@@ -144,6 +150,66 @@ class Unsteady(Scripted):
 def test_init_must_ask_for_what_was_declared(ask: Any, says: str) -> None:
     with pytest.raises(EpochError, match=says):
         run_epochs(Unsteady({"ask": ask}), [[{"id": "a", "step": "x"}]], key=KEY, output=OUTPUT)
+
+
+class Moody(StatefulProcessor):
+    """Asks in the way of the driver for as long as it is asked by the driver."""
+
+    def __init__(self, driver: Any, task: Any) -> None:
+        self.ways = {"_RecordingHandle": driver, "LocalHandle": task}
+
+    def init(self, handle: StatefulProcessorHandle) -> None:
+        self.ways[type(handle).__name__](handle)
+
+    def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Any:
+        del key, rows, timerValues
+        yield from ()
+
+    def close(self) -> None:
+        pass
+
+
+def value(schema: Any) -> Any:
+    return lambda handle: handle.getValueState("v", schema)
+
+
+@pytest.mark.parametrize(
+    ("driver", "task", "says"),
+    [
+        (
+            value(fields(n="long")),
+            value(fields(n="long", last="string")),
+            "Stage stage1: the state variable v was declared as a value of struct<n:bigint> when the query was built, "
+            "and init asks for a value of struct<n:bigint,last:string> in a task. Let init ask for the same",
+        ),
+        (
+            lambda handle: handle.getMapState("m", fields(k="long"), fields(n="long")),
+            lambda handle: handle.getMapState("m", fields(k="string"), fields(n="long")),
+            "m was declared as a map of struct<k:bigint> to struct<n:bigint> when",
+        ),
+        (
+            value(fields(n="long")),
+            lambda handle: handle.getListState("v", fields(n="long")),
+            "and init asks for a list of struct<n:bigint> in a task",
+        ),
+        (value(fields(n="long")), lambda _: None, "v was declared when the query was built, and init does not ask for"),
+        (
+            value(fields(n="long")),
+            lambda handle: (value(fields(n="long"))(handle), handle.deleteIfExists("v")),
+            "v was declared when the query was built, and init does not ask for it in a task",
+        ),
+    ],
+    ids=["schema", "map key", "kind", "missing", "deleted"],
+)
+def test_state_that_is_another_in_a_task_is_refused_with_both_sides(driver: Any, task: Any, says: str) -> None:
+    with pytest.raises(EpochError, match=re.escape(says)):
+        run_epochs(Moody(driver, task), [[{"id": "a"}]], key=KEY, output=OUTPUT)
+
+
+def test_the_same_schema_may_be_written_with_other_spaces() -> None:
+    texts = [Asked(VariableKind.VALUE, (text,)) for text in ("n BIGINT,\n    last STRING", "n BIGINT, last STRING")]
+    assert texts[0].same_as(texts[1])
+    assert not texts[0].same_as(Asked(VariableKind.VALUE, ("n BIGINT",)))
 
 
 def test_all_changes_of_many_windows_go_in_one_write() -> None:

@@ -220,6 +220,16 @@ def test_what_is_no_moment_is_refused(moment: Any) -> None:
         run_epochs(Odd(), [[{"id": "a"}]], key=KEY, output=OUTPUT, time_mode=TimeMode.PROCESSING_TIME, times=[9])
 
 
+def test_output_of_a_timer_that_does_not_fit_is_refused_with_its_key() -> None:
+    class Odd(Alarm):
+        def row(self, key: Any, text: str) -> Any:
+            return 5 if key[0] == "b" and text.startswith("timer") else super().row(key, text)
+
+    rows = [{"id": key, "step": "set", "at": 5} for key in ("a", "b", "c")]
+    with pytest.raises(EpochError, match=r"Stage stage1: for key Row\(id='b'\), the processor yielded 5, a int"):
+        run_epochs(Odd(), [rows, []], key=KEY, output=OUTPUT, time_mode=TimeMode.EVENT_TIME, times=[0, 9])
+
+
 def test_timers_belong_to_keys() -> None:
     class Early(Alarm):
         def close(self) -> None:

@@ -160,10 +160,12 @@ def test_an_update_starts_the_time_again() -> None:
     assert [sorted(write) for write in state.writes] == [["kept", "v"], ["kept", "v"], [], ["v"], []]
 
 
-def test_init_must_ask_for_the_time_to_live_that_was_declared() -> None:
+@pytest.mark.parametrize(("ttl_ms", "words"), [(None, ""), (TTL_MS + 1, f" that lives for {TTL_MS + 1} ms")])
+def test_init_must_ask_for_the_time_to_live_that_was_declared(ttl_ms: int | None, words: str) -> None:
     class Unsteady(Mortal):
         def init(self, handle: StatefulProcessorHandle) -> None:
-            handle.getValueState("v", fields(n="long"), None if type(handle).__name__ == "LocalHandle" else TTL_MS)
+            handle.getValueState("v", fields(n="long"), ttl_ms if type(handle).__name__ == "LocalHandle" else TTL_MS)
 
-    with pytest.raises(EpochError, match="v was not declared"):
+    says = f"declared as a value of struct<n:bigint> that lives for {TTL_MS} ms .* of struct<n:bigint>{words} in a"
+    with pytest.raises(EpochError, match=says):
         run_epochs(Unsteady(), [[]], key=KEY, output=OUTPUT, time_mode=TimeMode.PROCESSING_TIME, times=[0])

@@ -10,7 +10,6 @@ from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import Epoch, StageNumber, WorkerId
 from anabranch.core.routes import initial_route
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
-from anabranch.core.settings import Settings
 from anabranch.engine.segments import Operation
 from anabranch.plan.explain import explain_logical, explain_physical, explain_routes
 from anabranch.plan.pipeline import Pipeline
@@ -95,12 +94,14 @@ def test_plans_are_explained() -> None:
     assert "*1 'clean' parallelism=4: filter(x) -> groupBy(k).count()" in logical
     assert " 2: coalesce(1)" in logical
     assert "'sink': console" in logical
-    physical = "\n".join(explain_physical(pipeline, Settings(workers=3), default_parallelism=2))
-    assert "Stage 1 'clean': repartitionById(4) by key group of [k: string]" in physical
+    now: dict[str, Any] = {"parallelism": {1: 7}, "store": "memory", "key_groups": 1024}
+    physical = "\n".join(explain_physical(pipeline, workers=3, **now))
+    assert "Stage 1 'clean': repartitionById(7) by key group of [k: string]" in physical
     assert "state 'tally' (value) [n: int64]" in physical
     assert "then coalesce(1)" in physical
     assert "output materialised" in physical
     assert "3 workers, store memory, 1024 key groups" in physical
+    assert "State: 1 worker, store" in explain_physical(pipeline, workers=1, **now)[-1]
     route = initial_route([WorkerId("w1"), WorkerId("w2")], 10, Epoch(3))
     assert explain_routes(route, [("w1", "a:1"), ("w2", "a:2")])[1:] == [
         f"version {route.version}, from epoch 3",

@@ -10,7 +10,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql.types import ByteType, StructField, StructType
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.core.schemas import MEANING, StageSpec, VariableKind, VariableSpec
+from anabranch.core.schemas import MEANING, OPERATOR, StageSpec, VariableKind, VariableSpec
 from anabranch.operators.aggregate import catalyst
 from anabranch.operators.aggregate.call import Buffer, Parts
 from anabranch.operators.aggregate.catalyst import Expression, sql_of
@@ -35,6 +35,7 @@ def build_aggregate(
             name=name.name,
             key=arrow_schema(key_fields),
             variables=(VariableSpec(VARIABLE, VariableKind.VALUE, _buffer_schema(functions)),),
+            traits={OPERATOR: "aggregation"},
         ),
         parallelism=name.parallelism,
         key_fields=tuple(key_fields),

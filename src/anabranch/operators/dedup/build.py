@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.types import DataType, DoubleType, FloatType, StructField, StructType, TimestampNTZType, TimestampType
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+from anabranch.core.schemas import OPERATOR, StageSpec, VariableKind, VariableSpec
 from anabranch.operators.dedup.stage import EXPIRES_AT, VARIABLE, DedupStage, DedupTask
 from anabranch.operators.keys import WATERMARK, StageName, arrow_schema, check_key_fields
 
@@ -42,6 +42,7 @@ def build_dedup(
         name=name.name,
         key=arrow_schema(keys),
         variables=(VariableSpec(VARIABLE, VariableKind.VALUE, _value(within)),),
+        traits={OPERATOR: method},
     )
     task = DedupTask(
         spec=spec,

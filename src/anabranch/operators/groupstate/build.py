@@ -10,6 +10,7 @@ from pyspark.sql.streaming.state import GroupStateTimeout
 from pyspark.sql.types import StructType
 
 from anabranch.core.errors import UnsupportedError
+from anabranch.core.schemas import OPERATOR, TIME_MODE
 from anabranch.operators.groupstate.processor import Function, GroupProgram, GroupStateProcessor
 from anabranch.operators.groupstate.run import run_groups
 from anabranch.operators.keys import StageName, arrow_schema
@@ -60,12 +61,18 @@ def build_group_state(
     processor = GroupStateProcessor(
         function, schema, timeout, tuple(rows.columns), has_watermark=event_time is not None or not unbounded
     )
+    declared = declare_state(processor, arrow_schema(key_fields), name.number, name.name, _TIME_MODES[timeout])
+    traits = {OPERATOR: _METHOD}
+    if timeout != GroupStateTimeout.NoTimeout:
+        # Without any, none are set: whichever comes later is the first.
+        traits[TIME_MODE] = _TIME_MODES[timeout].value
     program = GroupProgram(
-        spec=declare_state(processor, arrow_schema(key_fields), name.number, name.name, _TIME_MODES[timeout]).spec,
+        spec=replace(declared.spec, traits=traits),
         processor=processor,
         output=sample.schema,
         frames=replace(frame_settings(spark), widened=False, bytes_max=UNLIMITED_BYTES),
         time_mode=_TIME_MODES[timeout],
+        asked=declared.asked,
     )
     stage = ProcessStage(
         name.parallelism,

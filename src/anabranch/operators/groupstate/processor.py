@@ -80,7 +80,14 @@ class GroupStateProcessor(StatefulProcessor):
         )
 
     def _keep(self, state: GroupState) -> None:
-        """What the function has made of the state. Each call sets the time-out anew, or there is none any more."""
+        """What the function has made of the state.
+
+        A call that updates or removes it sets the time-out anew, or there is none any more. One that does neither, and
+        sets no time-out, leaves the old one as it is, also if that is due: PySpark writes nothing then.
+        """
+        sets_timeout = state._timeout_timestamp != GroupState.NO_TIMESTAMP
+        if not (state._updated or state._removed or sets_timeout):
+            return
         if state._updated:
             self._value.update(state.get)
         elif state._removed:
@@ -89,7 +96,7 @@ class GroupStateProcessor(StatefulProcessor):
             return
         for expiry_ms in self._handle.listTimers():
             self._handle.deleteTimer(expiry_ms)
-        if state._timeout_timestamp != GroupState.NO_TIMESTAMP:
+        if sets_timeout:
             self._handle.registerTimer(int(state._timeout_timestamp))
 
 

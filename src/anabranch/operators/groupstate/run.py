@@ -10,7 +10,8 @@ from pyspark.sql.streaming.stateful_processor import TimerValues
 from anabranch.operators.process.frame_input import scalar_keys
 from anabranch.operators.process.frames import FrameRunner
 from anabranch.operators.process.program import Program
-from anabranch.operators.process.task import run_task
+from anabranch.operators.process.task import DueTimer, run_task
+from anabranch.operators.process.timers import LocalTimers
 from anabranch.operators.state import StageState
 
 
@@ -26,10 +27,21 @@ def run_groups(
 
 
 class _GroupRunner(FrameRunner):
-    """Keys are what a Series of them has, with rows and without."""
+    """Keys are what a Series of them has, with rows and without. Time-outs are ended by the calls, not after them."""
 
     def row_keys(self, keys: pa.Table) -> list[tuple[object, ...]]:
         return scalar_keys(keys, self._program.frames)
 
     def timer_keys(self, keys: pa.Table) -> list[tuple[object, ...]]:
         return scalar_keys(keys, self._program.frames)
+
+    def expire(self, due: Iterator[DueTimer], timers: LocalTimers) -> Iterator[pa.RecordBatch]:
+        del timers
+        return super().expire(due, _Lasting(self._cursor))
+
+
+class _Lasting(LocalTimers):
+    """A timer that has fired stays, unless the call that it led to has deleted it."""
+
+    def delete(self, expiryTimestampMs: int) -> None:
+        """Not for the runner to do."""

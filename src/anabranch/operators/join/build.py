@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import DataType, StructField, StructType
 
-from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+from anabranch.core.schemas import JOIN_TYPE, OPERATOR, StageSpec, VariableKind, VariableSpec
 from anabranch.operators.join.catalyst import (
     JoinPlan,
     analyse,
@@ -45,7 +45,13 @@ def build_join(name: StageName, joined: DataFrame) -> tuple[JoinStage, tuple[Dat
     sides = tuple(_side(plan, draft, slots) for draft in drafts)
     fields = [nullable_field(field_of(attribute, f"_c{i}")) for i, attribute in enumerate(_output(plan))]
     stage = JoinStage(
-        spec=StageSpec(name.number, name.name, arrow_schema(key_fields), tuple(map(_variable, drafts))),
+        spec=StageSpec(
+            name.number,
+            name.name,
+            arrow_schema(key_fields),
+            tuple(map(_variable, drafts)),
+            traits={OPERATOR: "join", JOIN_TYPE: plan.how.value},
+        ),
         parallelism=name.parallelism,
         how=plan.how,
         sides=(sides[LEFT], sides[RIGHT]),

@@ -48,10 +48,8 @@ class JoinPlan:
 def analyse(joined: DataFrame) -> JoinPlan:
     """Read the plan of ``left.join(right, …)``, of two streaming DataFrames."""
     spark = joined.sparkSession
-    plan = _simplified(joined._jdf.queryExecution().analyzed())
     try:
-        append = java_class("org.apache.spark.sql.streaming.OutputMode").Append()
-        java_class(f"{_CATALYST}.analysis.UnsupportedOperationChecker").checkForStreaming(plan, append)
+        plan = check_streaming(joined)
     except PySparkException as error:
         raise _refused(error) from None
     original, _ = _join_node(joined._jdf.queryExecution().analyzed())
@@ -88,6 +86,14 @@ def analyse(joined: DataFrame) -> JoinPlan:
         ),
         projections=projections,
     )
+
+
+def check_streaming(rows: DataFrame) -> Any:
+    """The plan, simplified, if Spark allows it on streams in append mode; else an exception of Spark's."""
+    plan = _simplified(rows._jdf.queryExecution().analyzed())
+    append = java_class("org.apache.spark.sql.streaming.OutputMode").Append()
+    java_class(f"{_CATALYST}.analysis.UnsupportedOperationChecker").checkForStreaming(plan, append)
+    return plan
 
 
 def items(sequence: Any) -> list[Any]:

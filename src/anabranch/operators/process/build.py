@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -10,6 +11,7 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 from pyspark.sql.types import StructField, StructType, TimestampNTZType, TimestampType
 
 from anabranch.core.errors import UnsupportedError
+from anabranch.core.schemas import OPERATOR, OUTPUT_MODE, TIME_MODE
 from anabranch.operators.keys import WATERMARK, StageName, arrow_schema, check_key_fields
 from anabranch.operators.process.declare import check_output_mode, checked_time_mode, declare_state
 from anabranch.operators.process.frames import run_frames
@@ -45,12 +47,15 @@ def build_process(
     if event_time_column:
         result = _with_event_time(result, event_time_column, mode, rows, method)
     declared = declare_state(processor, arrow_schema(key_fields), name.number, name.name, mode, tables)
+    # Spark, too, holds on to the modes of a processor. The state of rows and of pandas frames is the same.
+    traits = {OPERATOR: "transformWithState", TIME_MODE: mode.value, OUTPUT_MODE: output_mode.lower()}
     program = Program(
-        spec=declared.spec,
+        spec=replace(declared.spec, traits=traits),
         processor=processor,
         output=result,
         frames=frame_settings(spark),
         time_mode=mode,
+        asked=declared.asked,
         deleted_variables=len(declared.deleted),
     )
     stage = ProcessStage(

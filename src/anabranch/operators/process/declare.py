@@ -28,7 +28,7 @@ from anabranch.operators.process.map_state import LocalMapState
 from anabranch.operators.process.program import TimeMode
 from anabranch.operators.process.timers import TIMERS, TIMERS_SPEC, LocalTimers
 from anabranch.operators.process.tuples import TupleCodec
-from anabranch.operators.process.variable import EXPIRY, Cursor, with_expiry
+from anabranch.operators.process.variable import EXPIRY, Asked, Cursor, with_expiry
 
 _OUTPUT_MODES = ("append", "update", "complete")
 _RESERVED = {HASH, GROUP, OP, POSITION, INDEX, EXPIRY}
@@ -56,6 +56,8 @@ class Declaration:
     spec: StageSpec
     #: State variables that it lets go of.
     deleted: frozenset[str]
+    #: Those that it has, as it asked for them.
+    asked: Mapping[str, Asked]
 
 
 def declare_state(
@@ -79,8 +81,9 @@ def declare_state(
     copy.init(handle)
     copy.close()
     timers = () if time_mode is TimeMode.NONE else (TIMERS_SPEC,)
-    spec = StageSpec(number, name, key, (*handle.variables.values(), *timers))
-    return Declaration(spec, frozenset(handle.deleted))
+    variables = (*handle.variables.values(), *timers)
+    spec = StageSpec(number, name, key, variables, deleted=tuple(sorted(handle.deleted)))
+    return Declaration(spec, frozenset(handle.deleted), handle.asked)
 
 
 class _RecordingHandle(BaseHandle):
@@ -90,16 +93,17 @@ class _RecordingHandle(BaseHandle):
         super().__init__(stage, time_mode)
         self._tables = tables
         self.variables: dict[str, VariableSpec] = {}
+        self.asked: dict[str, Asked] = {}
         self.deleted: set[str] = set()
 
     def getValueState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ValueState:
         value = self._fields(stateName, schema)
-        variable = self._record(VariableSpec(stateName, VariableKind.VALUE, value), ttlDurationMs)
+        variable = self._record(VariableSpec(stateName, VariableKind.VALUE, value), ttlDurationMs, schema)
         return local_value_state(variable, Cursor())
 
     def getListState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ListState:
         value = self._fields(stateName, schema)
-        variable = self._record(VariableSpec(stateName, VariableKind.LIST, value), ttlDurationMs)
+        variable = self._record(VariableSpec(stateName, VariableKind.LIST, value), ttlDurationMs, schema)
         return LocalListState(variable, Cursor())
 
     def getMapState(
@@ -111,11 +115,13 @@ class _RecordingHandle(BaseHandle):
     ) -> MapState:
         map_key = self._fields(stateName, userKeySchema)
         value = self._fields(stateName, valueSchema)
-        variable = self._record(VariableSpec(stateName, VariableKind.MAP, value, map_key), ttlDurationMs)
+        spec = VariableSpec(stateName, VariableKind.MAP, value, map_key)
+        variable = self._record(spec, ttlDurationMs, userKeySchema, valueSchema)
         return LocalMapState(variable, Cursor())
 
     def deleteIfExists(self, stateName: str) -> None:
         self.variables.pop(stateName, None)
+        self.asked.pop(stateName, None)
         self.deleted.add(stateName)
 
     def getBroadcast(self, name: str) -> Mapping[Any, Any]:
@@ -132,7 +138,7 @@ class _RecordingHandle(BaseHandle):
         advice = "Use a new name for what starts empty"
         return self.unsupported(f"deleteIfExists({name!r}) of a state variable that init asks for later", advice)
 
-    def _record(self, variable: VariableSpec, ttl_duration_ms: int | None) -> VariableSpec:
+    def _record(self, variable: VariableSpec, ttl_duration_ms: int | None, *schemas: StructType | str) -> VariableSpec:
         ttl_ms = self.checked_ttl(variable.name, ttl_duration_ms)
         if variable.name in self.deleted:
             raise self._used_again(variable.name)
@@ -145,6 +151,7 @@ class _RecordingHandle(BaseHandle):
         if variable.name in self.variables:
             raise self.unsupported(f"a second state variable {variable.name}", "Give each a name of its own")
         self.variables[variable.name] = variable if ttl_ms is None else with_expiry(variable)
+        self.asked[variable.name] = Asked(variable.kind, schemas, ttl_ms)
         return variable
 
     def _fields(self, name: str, schema: StructType | str) -> pa.Schema:

@@ -101,9 +101,11 @@ class FrameOutput:
             )
             array = pa.concat_arrays(parts).take(np.argsort(origin))
         if array.null_count and not target.nullable:
+            first = array.is_null().index(True).as_py()
+            number = int(np.searchsorted(np.cumsum([len(piece) for piece in pieces]), first, side="right"))
             raise EpochError(
-                f"Stage {self._stage}: the processor yielded nulls for the output field {field.name}, which is "
-                "not nullable. Yield values, or declare the field nullable."
+                f"Stage {self._stage}: for key {self._keys[number]!r}, the processor yielded nulls for the output "
+                f"field {field.name}, which is not nullable. Yield values, or declare the field nullable."
             )
         return array.cast(target.type)
 

@@ -9,12 +9,11 @@ import pandas as pd
 import pyarrow as pa
 from pyspark.sql.streaming.stateful_processor import TimerValues
 
-from anabranch.core.errors import AnabranchError
 from anabranch.operators.process.frame_input import frame_keys, frame_of, slicer_of
 from anabranch.operators.process.frame_output import FrameOutput
 from anabranch.operators.process.grouping import Groups
 from anabranch.operators.process.program import ROWS_MAX, FrameSettings, Program
-from anabranch.operators.process.task import DueTimer, run_task, user_error
+from anabranch.operators.process.task import OWN_ERRORS, DueTimer, run_task, user_error
 from anabranch.operators.process.timers import LocalTimers
 from anabranch.operators.process.tuples import state_rows
 from anabranch.operators.process.variable import Cursor
@@ -58,7 +57,7 @@ class FrameRunner:
                     output.add(frame, key)
                     if output.rows >= ROWS_MAX:
                         yield from output.flush()
-        except AnabranchError:
+        except OWN_ERRORS:
             raise
         except Exception as error:
             raise user_error(program, program.place("handleInputRows", key), error) from error
@@ -83,7 +82,7 @@ class FrameRunner:
                     if output.rows >= ROWS_MAX:
                         yield from output.flush()
                 timers.delete(expiry_ms)
-        except AnabranchError:
+        except OWN_ERRORS:
             raise
         except Exception as error:
             raise user_error(self._program, self._program.place("handleExpiredTimer", key), error) from error
@@ -97,7 +96,7 @@ class FrameRunner:
         try:
             for frame in _in_pieces(prior.rows, start, stop, rows_max, settings):
                 self._program.processor.handleInitialState(key, frame, self._timers)
-        except AnabranchError:
+        except OWN_ERRORS:
             raise
         except Exception as error:
             raise user_error(self._program, self._program.place("handleInitialState", key), error) from error

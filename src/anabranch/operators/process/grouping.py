@@ -37,6 +37,17 @@ class Groups:
             yield first, end
             first = end
 
+    def in_key_order(self) -> Groups:
+        """The same with ascending keys, in Spark's order: nulls first, NaN last. As it is if keys have no order."""
+        order = _ascending(self.given_keys)
+        if order is None:
+            return self
+        counts = np.diff(self.offsets)[order]
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        # The rows of each key stay together, and in the order in which they came.
+        rows = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][order] - offsets[:-1], counts)
+        return Groups(self.keys.take(order), self.given_keys.take(order), self.rows.take(rows), offsets)
+
 
 def group_rows(batches: Iterable[pa.RecordBatch], key: pa.Schema) -> Groups:
     """Groups batches with the columns HASH, those of the key, and the user's, in this order."""
@@ -73,6 +84,36 @@ def group_rows(batches: Iterable[pa.RecordBatch], key: pa.Schema) -> Groups:
     offsets = np.concatenate(([0], np.flatnonzero(new_key) + 1, [len(hashes)])).astype(np.int64)
     given_keys = given_keys.take(order[offsets[:-1]])
     return Groups(keys.take(offsets[:-1]), given_keys, rows, offsets)
+
+
+def _ascending(keys: pa.Table) -> Numbers | None:
+    """The order in which keys ascend; None if there is nothing to do, or there is no order of such keys."""
+    if keys.num_rows < 2:
+        return None
+    columns = [part for column in keys.columns for part in _comparable(_one_array(column))]
+    try:
+        if len(columns) == 1:
+            return pc.array_sort_indices(columns[0]).to_numpy().astype(np.int64)  # type: ignore[no-any-return]
+        # Numbers in the order of the values: comparing rows of several columns takes Arrow much longer.
+        ranks = [pc.rank(column, tiebreaker="dense").to_numpy() for column in columns]
+    except pa.ArrowNotImplementedError:
+        return None
+    return np.lexsort(ranks[::-1])
+
+
+def _comparable(values: pa.Array) -> Iterator[pa.Array]:
+    """Columns that have, one after the other, the order of the values. Arrow would put nulls and NaN elsewhere."""
+    if values.null_count:
+        yield values.is_valid().cast(pa.int8())
+    if pa.types.is_struct(values.type):
+        for child in values.flatten():
+            yield from _comparable(child)
+        return
+    if pa.types.is_floating(values.type):
+        is_nan = pc.fill_null(pc.is_nan(values), False)
+        if pc.any(is_nan).as_py():
+            yield is_nan.cast(pa.int8())
+    yield values.cast(pa.int8()) if pa.types.is_boolean(values.type) else values
 
 
 def _differs_from_previous(column: pa.ChunkedArray) -> Flags:

@@ -13,7 +13,7 @@ from pyspark.sql.streaming.stateful_processor import (
     ValueState,
 )
 
-from anabranch.core.errors import UnsupportedError
+from anabranch.core.errors import EpochError, UnsupportedError
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.engine.tables import TableRows
 from anabranch.operators.process.deleted import deleted_state
@@ -23,7 +23,7 @@ from anabranch.operators.process.program import TimeMode
 from anabranch.operators.process.timers import TIMERS, LocalTimers
 from anabranch.operators.process.tuples import TupleCodec, rows_by_key
 from anabranch.operators.process.value_state import LocalMutableValueState, LocalValueState
-from anabranch.operators.process.variable import Cursor, LocalVariable, has_expiry, without_expiry
+from anabranch.operators.process.variable import Asked, Cursor, LocalVariable, has_expiry, without_expiry
 
 Local = TypeVar("Local", LocalValueState, LocalListState, LocalMapState)
 
@@ -83,7 +83,13 @@ class BaseHandle(StatefulProcessorHandle):
 class LocalHandle(BaseHandle):
     """Hands out the declared state variables, each bound to the current key."""
 
-    def __init__(self, spec: StageSpec, time_mode: TimeMode, tables: Mapping[str, TableRows] | None = None) -> None:
+    def __init__(
+        self,
+        spec: StageSpec,
+        time_mode: TimeMode,
+        tables: Mapping[str, TableRows] | None = None,
+        declared: Mapping[str, Asked] | None = None,
+    ) -> None:
         super().__init__(spec.name, time_mode)
         self._tables = tables or {}
         self.cursor = Cursor()
@@ -99,35 +105,22 @@ class LocalHandle(BaseHandle):
             self.deleteTimer = self._timers.delete  # type: ignore[method-assign]
         self._declared = {variable.name: variable for variable in spec.variables if variable.name != TIMERS}
         self._open = True
-        #: What init has asked for although it was not declared: it has to delete it as well.
-        self._undeclared: dict[str, VariableKind] = {}
+        #: What init asked for when the query was built, and what it asks for here.
+        self._asked_before = declared
+        self._asked: dict[str, Asked] = {}
 
     # The schemas were read when the query was built; in a task, nothing can parse a string of them.
 
-    def getValueState(
-        self,
-        stateName: str,
-        schema: Any,  # noqa: ARG002
-        ttlDurationMs: int | None = None,
-    ) -> ValueState:
-        return self._bind(stateName, VariableKind.VALUE, local_value_state, ttlDurationMs)
+    def getValueState(self, stateName: str, schema: Any, ttlDurationMs: int | None = None) -> ValueState:
+        return self._bind(stateName, VariableKind.VALUE, local_value_state, ttlDurationMs, schema)
 
-    def getListState(
-        self,
-        stateName: str,
-        schema: Any,  # noqa: ARG002
-        ttlDurationMs: int | None = None,
-    ) -> ListState:
-        return self._bind(stateName, VariableKind.LIST, LocalListState, ttlDurationMs)
+    def getListState(self, stateName: str, schema: Any, ttlDurationMs: int | None = None) -> ListState:
+        return self._bind(stateName, VariableKind.LIST, LocalListState, ttlDurationMs, schema)
 
     def getMapState(
-        self,
-        stateName: str,
-        userKeySchema: Any,  # noqa: ARG002
-        valueSchema: Any,  # noqa: ARG002
-        ttlDurationMs: int | None = None,
+        self, stateName: str, userKeySchema: Any, valueSchema: Any, ttlDurationMs: int | None = None
     ) -> MapState:
-        return self._bind(stateName, VariableKind.MAP, LocalMapState, ttlDurationMs)
+        return self._bind(stateName, VariableKind.MAP, LocalMapState, ttlDurationMs, userKeySchema, valueSchema)
 
     def deleteIfExists(self, stateName: str) -> None:
         """The variable is not declared, which lets go of its state; in a task, nothing is left to do."""
@@ -135,7 +128,7 @@ class LocalHandle(BaseHandle):
             raise PySparkRuntimeError(
                 f"Stage {self.stage}: deleteIfExists({stateName!r}) was called after init. Call it in init only."
             )
-        self._undeclared.pop(stateName, None)
+        self._asked.pop(stateName, None)
 
     def getBroadcast(self, name: str) -> Mapping[Any, Any]:
         if name not in self._tables:
@@ -148,11 +141,26 @@ class LocalHandle(BaseHandle):
     def close(self) -> None:
         """From now on, no state variable can be asked for: init is over."""
         self._open = False
-        for name, kind in self._undeclared.items():
-            raise PySparkRuntimeError(
-                f"Stage {self.stage}: {kind} state variable {name} was not declared when the query was built. "
-                "Let init ask for the same state variables wherever it runs."
-            )
+        for name in {**self._declared, **self._asked}:
+            now, before = self._asked.get(name), (self._asked_before or {}).get(name)
+            if self._asked_before is None and name in self.variables:
+                before = now  # all that is known of it is its kind, and that fits
+            if now is None or before is None or name not in self.variables or not now.same_as(before):
+                raise self._changed(name, before, now)
+
+    def _changed(self, name: str, before: Asked | None, now: Asked | None) -> EpochError:
+        """Init asks for something else in a task than it did when the query was built."""
+        if now is None:
+            what = "was declared when the query was built, and init does not ask for it in a task"
+        elif before is None:
+            what = f"was not declared when the query was built, and init asks for {now} in a task"
+        else:
+            what = f"was declared as {before} when the query was built, and init asks for {now} in a task"
+        return EpochError(
+            f"Stage {self.stage}: the state variable {name} {what}. Let init ask for the same state variables, with "
+            "the same schemas and times to live, wherever it runs: they may depend on the processor's attributes, not "
+            "on the time, the machine or its environment."
+        )
 
     def _bind(
         self,
@@ -160,6 +168,7 @@ class LocalHandle(BaseHandle):
         kind: VariableKind,
         create: Callable[[VariableSpec, Cursor], Local],
         ttl_duration_ms: int | None,
+        *schemas: Any,
     ) -> Local:
         if not self._open:
             raise PySparkRuntimeError(
@@ -171,9 +180,10 @@ class LocalHandle(BaseHandle):
                 f"Stage {self.stage}: the state variable {name} already exists. Give each a name of its own."
             )
         ttl_ms = self.checked_ttl(name, ttl_duration_ms)
+        self._asked[name] = Asked(kind, schemas, ttl_ms)
         declared = self._declared.get(name)
         if declared is None or declared.kind is not kind or has_expiry(declared) != (ttl_ms is not None):
-            self._undeclared[name] = kind
+            # Deleted in init as well, if all is right.
             return deleted_state(name, kind)  # type: ignore[no-any-return]
         local = create(without_expiry(declared), self.cursor)
         self.variables[name] = local

@@ -32,7 +32,7 @@ class LocalState:
         self._time_mode = program.time_mode
         #: The keys of the task: those with rows first, then others with something to do.
         self.keys = keys
-        self.handle = LocalHandle(program.spec, program.time_mode, program.tables)
+        self.handle = LocalHandle(program.spec, program.time_mode, program.tables, program.asked)
         self._now_ms = now_ms
         self._due_up_to_ms = due_up_to_ms
         self._answers: dict[str, Answer] = {}

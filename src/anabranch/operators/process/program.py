@@ -14,6 +14,7 @@ from pyspark.sql.types import StructType
 
 from anabranch.core.schemas import StageSpec
 from anabranch.engine.tables import TableRows
+from anabranch.operators.process.variable import Asked
 
 #: The most rows in one output batch, and about as many rows of input at a time as Python objects.
 ROWS_MAX = 10_000
@@ -68,6 +69,8 @@ class Program:
     output: StructType
     frames: FrameSettings = field(default_factory=FrameSettings)
     time_mode: TimeMode = TimeMode.NONE
+    #: What init asked for when the query was built, by name; None if that is not known.
+    asked: Mapping[str, Asked] | None = None
     #: How many state variables init deletes.
     deleted_variables: int = 0
     #: Broadcast tables by name, as of the epoch.

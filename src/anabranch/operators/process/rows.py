@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
@@ -9,12 +10,11 @@ import pyarrow as pa
 from pyspark.sql.streaming.stateful_processor import TimerValues
 from pyspark.sql.types import Row
 
-from anabranch.core.errors import AnabranchError
 from anabranch.operators.process.columns import python_values, row_class, rows_of, tuples_of
 from anabranch.operators.process.grouping import Groups
 from anabranch.operators.process.program import ROWS_MAX, Program
-from anabranch.operators.process.row_output import RowOutput
-from anabranch.operators.process.task import DueTimer, run_task, user_error
+from anabranch.operators.process.row_output import MisfitError, RowOutput
+from anabranch.operators.process.task import OWN_ERRORS, DueTimer, run_task, user_error
 from anabranch.operators.process.timers import LocalTimers
 from anabranch.operators.process.tuples import state_rows
 from anabranch.operators.process.variable import Cursor
@@ -50,6 +50,9 @@ class _RowRunner:
         handle = program.processor.handleInputRows
         batch = self._output.batch
         yielded: list[Row] = []
+        #: How many rows there were when each key was done, those that have gone out included.
+        ends: list[int] = []
+        gone = 0
         key: tuple[object, ...] = ()
         inputs = self._inputs(first, end)
         try:
@@ -61,13 +64,17 @@ class _RowRunner:
                 while len(yielded) >= ROWS_MAX:
                     yield batch(yielded[:ROWS_MAX])
                     del yielded[:ROWS_MAX]
+                    gone += ROWS_MAX
                     yielded.extend(islice(results, ROWS_MAX))
-        except AnabranchError:
+                ends.append(gone + len(yielded))
+            if yielded:
+                yield batch(yielded)
+        except MisfitError as misfit:
+            raise misfit.of_key(self._keys(first, end)[bisect_right(ends, gone + misfit.row)]) from misfit
+        except OWN_ERRORS:
             raise
         except Exception as error:
             raise user_error(program, program.place("handleInputRows", key), error) from error
-        if yielded:
-            yield batch(yielded)
 
     def timer_keys(self, keys: pa.Table) -> list[tuple[object, ...]]:
         return state_rows(keys)
@@ -75,23 +82,32 @@ class _RowRunner:
     def expire(self, due: Iterator[DueTimer], timers: LocalTimers) -> Iterator[pa.RecordBatch]:
         handle = self._program.processor.handleExpiredTimer
         yielded: list[Row] = []
+        #: The keys whose timers were run, and how many rows there were when each was done.
+        told: list[tuple[object, ...]] = []
+        ends: list[int] = []
+        gone = 0
         key: tuple[object, ...] = ()
         try:
             for position, key, timer, expiry_ms in due:
+                told.append(key)
                 self._cursor.key = position
                 results = iter(handle(key=key, timerValues=self._timers, expiredTimerInfo=timer))
                 yielded.extend(islice(results, ROWS_MAX))  # type: ignore[arg-type]
                 while len(yielded) >= ROWS_MAX:
                     yield self._output.batch(yielded[:ROWS_MAX])
                     del yielded[:ROWS_MAX]
+                    gone += ROWS_MAX
                     yielded.extend(islice(results, ROWS_MAX))  # type: ignore[arg-type]
                 timers.delete(expiry_ms)
-        except AnabranchError:
+                ends.append(gone + len(yielded))
+            if yielded:
+                yield self._output.batch(yielded)
+        except MisfitError as misfit:
+            raise misfit.of_key(told[bisect_right(ends, gone + misfit.row)]) from misfit
+        except OWN_ERRORS:
             raise
         except Exception as error:
             raise user_error(self._program, self._program.place("handleExpiredTimer", key), error) from error
-        if yielded:
-            yield self._output.batch(yielded)
 
     def start(self, prior: Groups, number: int) -> None:
         given = prior.given_keys.slice(number, 1)
@@ -100,15 +116,17 @@ class _RowRunner:
         try:
             for row in _in_pieces(prior.rows, cls, int(prior.offsets[number]), int(prior.offsets[number + 1])):
                 self._program.processor.handleInitialState(key, row, self._timers)
-        except AnabranchError:
+        except OWN_ERRORS:
             raise
         except Exception as error:
             raise user_error(self._program, self._program.place("handleInitialState", key), error) from error
 
+    def _keys(self, first: int, end: int) -> list[tuple[object, ...]]:
+        given = self._groups.given_keys.slice(first, end - first)
+        return tuples_of([python_values(column) for column in given.columns], end - first)
+
     def _inputs(self, first: int, end: int) -> Iterator[tuple[tuple[object, ...], Iterator[Row]]]:
-        groups = self._groups
-        given = groups.given_keys.slice(first, end - first)
-        keys = tuples_of([python_values(column) for column in given.columns], end - first)
+        groups, keys = self._groups, self._keys(first, end)
         offsets = groups.offsets[first : end + 1].tolist()
         if offsets[-1] - offsets[0] > ROWS_MAX:
             return iter([(keys[0], _in_pieces(groups.rows, self._row, offsets[0], offsets[-1]))])

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql.streaming.stateful_processor import ExpiredTimerInfo, TimerValues
 
-from anabranch.core.errors import AnabranchError, EpochError
+from anabranch.core.errors import EpochError, WorkerError
 from anabranch.operators.process.grouping import Groups, find_keys, group_rows
 from anabranch.operators.process.local_state import LocalState
 from anabranch.operators.process.program import ROWS_MAX, Program
@@ -21,6 +21,8 @@ from anabranch.operators.usercode import user_traceback
 
 _log = logging.getLogger(__name__)
 
+#: What says by itself where it comes from. Other errors of ours are told as those of user code are, which called us.
+OWN_ERRORS = (EpochError, WorkerError)
 #: A timer that is due: the position of its key, the key and the time as user code sees them, and the time.
 DueTimer = tuple[int, tuple[object, ...], ExpiredTimerInfo, int]
 
@@ -59,7 +61,7 @@ def run_task(
 ) -> Iterator[pa.RecordBatch]:
     """The output of one task. State is written before the last batch is given out."""
     times = timers or TimerValues()
-    groups = group_rows(batches, program.spec.key)
+    groups = group_rows(batches, program.spec.key).in_key_order()
     prior = _Prior(groups, group_rows(initial, program.spec.key))
     due_up_to_ms = program.due_up_to_ms(times)
     local = LocalState(
@@ -72,7 +74,7 @@ def run_task(
         try:
             processor.init(local.handle)
             local.handle.close()
-        except AnabranchError:
+        except OWN_ERRORS:
             raise
         except Exception as error:
             raise user_error(program, "init", error) from error

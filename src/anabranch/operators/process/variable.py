@@ -13,11 +13,35 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from pyspark.errors import PySparkRuntimeError
+from pyspark.sql.types import StructType
 
-from anabranch.core.schemas import VariableSpec
+from anabranch.core.schemas import VariableKind, VariableSpec
 
 #: The last field of a state variable whose entries live for a time: when they expire, in milliseconds since 1970.
 EXPIRY = "_expiry_ms"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What init asks for under a name, as it says it: in a task, nothing can parse the text of a schema."""
+
+    kind: VariableKind
+    #: The schema of the value; of a map, that of its key before it.
+    schemas: tuple[str | StructType, ...]
+    ttl_ms: int | None = None
+
+    def same_as(self, other: Asked) -> bool:
+        mine, others = ([_without_spaces(schema) for schema in each.schemas] for each in (self, other))
+        return (self.kind, self.ttl_ms) == (other.kind, other.ttl_ms) and mine == others
+
+    def __str__(self) -> str:
+        texts = [schema if isinstance(schema, str) else schema.simpleString() for schema in self.schemas]
+        lives = "" if self.ttl_ms is None else f" that lives for {self.ttl_ms} ms"
+        return f"a {self.kind} of {' to '.join(texts)}{lives}"
+
+
+def _without_spaces(schema: str | StructType) -> str | StructType:
+    return " ".join(schema.split()) if isinstance(schema, str) else schema
 
 
 def has_expiry(variable: VariableSpec) -> bool:

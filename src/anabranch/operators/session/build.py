@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+from anabranch.core.schemas import OPERATOR, StageSpec, VariableKind, VariableSpec
 from anabranch.operators.aggregate.stage import AggregateStage
 from anabranch.operators.keys import arrow_schema
 from anabranch.operators.session.stage import VARIABLE, SessionStage
@@ -52,5 +52,6 @@ def build_session(whole: AggregateStage, position: int) -> SessionStage:
         variables=(
             VariableSpec(VARIABLE, VariableKind.MAP, pa.schema([end, *buffers.value]), map_key=pa.schema([start])),
         ),
+        traits={OPERATOR: "aggregation by session windows"},
     )
     return SessionStage(whole, spec, position)

@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, MapType, StructField, StructType
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+from anabranch.core.schemas import OPERATOR, StageSpec, VariableKind, VariableSpec
 from anabranch.operators.aggregate.stage import ALL
 from anabranch.operators.keys import (
     RESERVED,
@@ -85,6 +85,7 @@ def build_tables(
             name=name.name,
             key=pa.schema([pa.field(ALL, pa.int8())]),
             variables=tuple(_variable(table) for table in tables),
+            traits={OPERATOR: "withBroadcast"},
         ),
         fields=tuple(rows.schema.fields),
         tables=tuple(tables),

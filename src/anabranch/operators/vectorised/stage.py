@@ -14,7 +14,7 @@ from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber
-from anabranch.core.schemas import HASH, StageSpec, VariableKind, VariableSpec
+from anabranch.core.schemas import HASH, OPERATOR, StageSpec, VariableKind, VariableSpec
 from anabranch.engine.batches import Batch
 from anabranch.engine.late import LateKind
 from anabranch.engine.placement import place
@@ -123,6 +123,8 @@ def build_vectorised(
         name=name.name,
         key=arrow_schema(key_fields),
         variables=(VariableSpec(VARIABLE, VariableKind.VALUE, arrow_schema(fields)),),
+        # The state of both forms is the same.
+        traits={OPERATOR: "processInArrow"},
     )
     stage = VectorisedStage(
         spec,

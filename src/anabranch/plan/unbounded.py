@@ -1,0 +1,69 @@
+"""The rows of a segment as Spark has to see them to judge what is done with them: streaming, whatever made them.
+
+Spark runs what comes after a stateful stage on the rows of one epoch, a batch, of which it allows more than of a
+stream: a window function would rank the rows of each epoch by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.classic.dataframe import DataFrame as ClassicDataFrame
+
+from anabranch.engine.segments import Operation, Segment
+from anabranch.operators.join.catalyst import check_streaming
+from anabranch.operators.join.stage import JoinStage
+
+#: Sorting is judged by the output mode.
+_SORTING = "orderBy"
+
+
+def unbounded(segment: Segment) -> DataFrame:
+    """What a segment gives out: a streaming DataFrame with the same columns under the same names."""
+    return _applied(segment.after, _given_out(segment))
+
+
+def refused_operation(segment: Segment) -> tuple[Operation, str] | None:
+    """The first operation after the stage that Spark does not allow on streams, and what Spark says of it."""
+    operations = [operation for operation in segment.after if operation.method != _SORTING]
+    if not operations:
+        return None
+    rows = _given_out(segment)
+    if _refusal(_applied(operations, rows)) is None:
+        return None
+    for operation in operations:
+        rows = operation.apply(rows)
+        if (reason := _refusal(rows)) is not None:
+            return operation, reason
+    return None
+
+
+def _given_out(segment: Segment) -> DataFrame:
+    rows = segment.sample
+    assert rows is not None
+    if isinstance(segment.stage, JoinStage):
+        return rows  # streaming itself, and known by the columns that the user may have taken from either side
+    some: Any = rows.sparkSession.readStream.format("rate").load()
+    # A session that has been enabled reads streams of its own kind.
+    plain = ClassicDataFrame(some._jdf, rows.sparkSession)
+    return plain.select(
+        *[F.lit(None).cast(field.dataType).alias(field.name, metadata=field.metadata) for field in rows.schema]
+    )
+
+
+def _applied(operations: Sequence[Operation], rows: DataFrame) -> DataFrame:
+    for operation in operations:
+        rows = operation.apply(rows)
+    return rows
+
+
+def _refusal(rows: DataFrame) -> str | None:
+    try:
+        check_streaming(rows)
+    except PySparkException as error:
+        return str(error).splitlines()[0].rstrip(";.")
+    return None
