@@ -11,7 +11,7 @@ import typer
 from bench.figures import Ratio
 from bench.harness import Runs, Side, measure
 from bench.machine import describe_machine
-from bench.options import Epochs, NativeEpochs, NativeWarmup, Parallelism, Repeats, Store, Workers
+from bench.options import Epochs, NativeEpochs, Parallelism, Repeats, Store, Workers
 from bench.report import Line, Report, parts_note, say
 from bench.session import Lab, open_lab
 from bench.sides import ANABRANCH, Build, Setup, anabranch_side, check_keys, spark_side
@@ -27,7 +27,10 @@ Keys = Annotated[int | None, typer.Option(min=2, help="Keys in an epoch, an even
 RowsPerKey = Annotated[int | None, typer.Option(min=1, help="Rows of a key in an epoch; else each work has its own.")]
 Quick = Annotated[bool, typer.Option("--quick", help="As small and short as can be: does it work? No measurement.")]
 Settling = Annotated[
-    int, typer.Option(min=SETTLED_EPOCHS, max=5000, help="Epochs before the measured ones; state grows in the first.")
+    int,
+    typer.Option(
+        min=SETTLED_EPOCHS, max=5000, help="Epochs of a side before the measured ones; state grows in the first."
+    ),
 ]
 
 
@@ -48,7 +51,7 @@ def operators(
     epochs: Epochs = 8,
     warmup: Settling = 4,
     native_epochs: NativeEpochs = 2,
-    native_warmup: NativeWarmup = 2,
+    native_warmup: Settling = SETTLED_EPOCHS,
     repeats: Repeats = 3,
     quick: Quick = False,
     workers: Workers = 2,

@@ -44,6 +44,10 @@ _EPOCH_BUDGET = Budget(2.0, aim=1.2, is_cost=True)
 _GAP_BUDGET = Budget(20.0, aim=1000.0)
 #: What cannot be told from no gap: Spark reports times in milliseconds, and epochs are never equally long.
 _GAP_MS_MIN = 10.0
+_WITHOUT_DRAIN = (
+    "lazy without a drain has no end: it counts as done when the new route is in force, and keys that are asked for go "
+    "on moving until the end of the run"
+)
 _REHEARSED_KEYS, _REHEARSED_S = 20_000, 4.0
 
 Strategies = Annotated[str, typer.Option(help=f"Separated by commas: {', '.join(Strategy)}.")]
@@ -55,7 +59,23 @@ WarmupSeconds = Annotated[float, typer.Option("--warmup-s", min=0, help="Seconds
 Interval = Annotated[float, typer.Option(min=0, max=60, help="Seconds from epoch to epoch; 0: back to back.")]
 Rehearse = Annotated[bool, typer.Option(help="Run every strategy once before, with little state: code gets warm.")]
 Idle = Annotated[
-    bool, typer.Option("--idle", help="Instead: throughput with lazy migration enabled, but idle, against disabled.")
+    bool,
+    typer.Option(
+        "--idle",
+        help="Instead: throughput of a query that is not rescaled, lazy against restart. Both run the same code then: "
+        "there is no mode without lazy migration's machinery.",
+    ),
+]
+RoutingCache = Annotated[
+    bool,
+    typer.Option("--routing-cache/--no-routing-cache", help="Whether tasks keep the route, or ask a worker for it."),
+]
+Drained = Annotated[
+    bool,
+    typer.Option(
+        "--drain/--no-drain",
+        help="Whether lazy also moves state in the background. Without, no worker can leave: nothing goes back to 2.",
+    ),
 ]
 IdleRows = Annotated[int, typer.Option(min=10, help="Rows in an epoch of --idle; a tenth as many keys.")]
 
@@ -69,6 +89,8 @@ def rescale(
     strategies: Strategies = _ALL,
     repeats: Repeats = 3,
     store: Store = "memory",
+    routing_cache: RoutingCache = True,
+    drain: Drained = True,
     rehearse: Rehearse = True,
     idle: Idle = False,
     idle_rows: IdleRows = 2_000_000,
@@ -79,12 +101,15 @@ def rescale(
         measure_idle(rows=idle_rows, repeats=repeats, setup=Setup(_SIZES[0], _SIZES[0], store), options=options)
         return
     chosen = _parse(strategies)
-    plan = Plan(Load(keys, rate), _SIZES, seconds, warmup_s)
+    if not drain and Strategy.LAZY not in chosen:
+        raise BenchmarkError("--no-drain is about lazy migration. Leave it out, or have lazy among the --strategies.")
+    plan = Plan(Load(keys, rate), _SIZES, seconds, warmup_s, returns=drain)
+    anabranch = {"anabranch.store": store, "anabranch.routingCache": routing_cache, "anabranch.drain": drain}
     with open_lab(parallelism=_SIZES[0]) as lab:
         machine = describe_machine(lab.folder, lab.java)
         if rehearse:
-            _rehearse(lab, plan, chosen, store=store, interval_s=interval_s)
-        runs, failures = _run_all(lab, plan, chosen, repeats=repeats, store=store, interval_s=interval_s)
+            _rehearse(lab, plan, chosen, settings=anabranch, interval_s=interval_s)
+        runs, failures = _run_all(lab, plan, chosen, repeats=repeats, settings=anabranch, interval_s=interval_s)
     chosen = [name for name in chosen if name not in failures]
     if not chosen:
         raise BenchmarkError("; ".join(failures.values()))
@@ -93,7 +118,8 @@ def rescale(
     Report(
         name="rescale",
         title=f"{keys:,} keys of state, {rate:,} rows/s, an epoch every {interval_s:g} s, "
-        f"from {_SIZES[0]} workers and partitions to {_SIZES[1]} and back, {store} store, durable",
+        f"from {_SIZES[0]} workers and partitions to {_SIZES[1]}{' and back' if plan.returns else ''}, {store} store, "
+        f"durable{'' if routing_cache else ', no routing cache'}{'' if drain else ', lazy without a drain'}",
         ratio_title="ratio",
         lines=[line for title in titles for line in _lines(runs, chosen, title, with_budget=as_budgeted)],
         options=options,
@@ -103,6 +129,7 @@ def rescale(
             "epochs: the slowest while rescaling, over the median before",
             "output: Spark's gap over this one; a gap is the longest time without output around the rescale, less the "
             f"usual time from output to output; gaps below {_GAP_MS_MIN:g} ms count as {_GAP_MS_MIN:g} ms",
+            *([] if drain else [_WITHOUT_DRAIN]),
             *[_note(name, title, _moves(runs, name, title)) for title in titles for name in chosen],
             *failures.values(),
         ],
@@ -111,7 +138,9 @@ def rescale(
         raise BenchmarkError("; ".join(failures.values()))
 
 
-def _rehearse(lab: Lab, plan: Plan, names: Sequence[Strategy], *, store: str, interval_s: float) -> None:
+def _rehearse(
+    lab: Lab, plan: Plan, names: Sequence[Strategy], *, settings: Mapping[str, Any], interval_s: float
+) -> None:
     """Whatever runs for the first time is slow, Spark's rewriting of state above all: let that not be measured."""
     load = dataclasses.replace(plan.load, keys=min(plan.load.keys, _REHEARSED_KEYS))
     short = dataclasses.replace(plan, load=load, seconds=min(plan.seconds, _REHEARSED_S), warmup_s=0.0)
@@ -119,7 +148,7 @@ def _rehearse(lab: Lab, plan: Plan, names: Sequence[Strategy], *, store: str, in
         check_interrupted()
         say(f"rehearsal: {name}")
         try:
-            with _maker(lab, name, store=store, interval_s=interval_s) as make:
+            with _maker(lab, name, settings, interval_s=interval_s) as make:
                 run_strategy(lab, name.value, short, make)
         except (AnabranchError, BenchmarkError) as error:
             # Should it be more than too short a time for code that is still cold, it comes again.
@@ -127,7 +156,13 @@ def _rehearse(lab: Lab, plan: Plan, names: Sequence[Strategy], *, store: str, in
 
 
 def _run_all(
-    lab: Lab, plan: Plan, names: Sequence[Strategy], *, repeats: int, store: str, interval_s: float
+    lab: Lab,
+    plan: Plan,
+    names: Sequence[Strategy],
+    *,
+    repeats: int,
+    settings: Mapping[str, Any],
+    interval_s: float,
 ) -> tuple[list[dict[str, Any]], dict[Strategy, str]]:
     """All runs, every other time in the opposite order; and what went wrong: the others are measured all the same."""
     runs: list[dict[str, Any]] = []
@@ -138,7 +173,7 @@ def _run_all(
             if name in failures:
                 continue
             try:
-                with _maker(lab, name, store=store, interval_s=interval_s) as make:
+                with _maker(lab, name, settings, interval_s=interval_s) as make:
                     run = {"repetition": repetition, **run_strategy(lab, name.value, plan, make)}
                 _check_starts(name, run["starts"], expected=len(plan.steps) + 1)
             except (AnabranchError, BenchmarkError) as error:
@@ -174,16 +209,18 @@ def _parse(text: str) -> list[Strategy]:
 
 
 @contextmanager
-def _maker(lab: Lab, name: Strategy, *, store: str, interval_s: float) -> Iterator[MakeJob]:
+def _maker(lab: Lab, name: Strategy, common: Mapping[str, Any], *, interval_s: float) -> Iterator[MakeJob]:
     """What makes the query of a strategy, with what the query needs to be there."""
     trigger = f"{interval_s * 1000:.0f} milliseconds" if interval_s else BACK_TO_BACK
-    settings: dict[str, Any] = {"anabranch.workers": _SIZES[0], "anabranch.parallelism": _SIZES[0]}
+    settings: dict[str, Any] = {**common, "anabranch.workers": _SIZES[0], "anabranch.parallelism": _SIZES[0]}
+    if name != Strategy.LAZY:
+        settings["anabranch.drain"] = True
     with ExitStack() as stack:
         if name == Strategy.REMOTE:
             url = stack.enter_context(redis_server(Path(lab.new_folder("redis"))))
             settings |= {"anabranch.store": "redis", "anabranch.redisUrl": url}
         else:
-            settings |= {"anabranch.store": store, "anabranch.migration": name}
+            settings["anabranch.migration"] = name
 
         def make(lab: Lab, feed: Feed, watch: Watch) -> Job:
             if name == Strategy.SPARK:

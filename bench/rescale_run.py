@@ -53,10 +53,12 @@ class Plan:
     #: How long the load is kept up before, between and after the two rescales.
     seconds: float
     warmup_s: float
+    #: Whether it goes back as well.
+    returns: bool = True
 
     @property
     def steps(self) -> Sequence[tuple[int, int]]:
-        return [self.sizes, self.sizes[::-1]]
+        return [self.sizes, self.sizes[::-1]] if self.returns else [self.sizes]
 
 
 def run_strategy(lab: Lab, name: str, plan: Plan, make: MakeJob) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The demonstration job in a real Spark: five stages, every row counted exactly once, and files to look at."""
 
+import io
 import json
 import os
 import re
@@ -17,12 +18,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
+from rich.console import Console
 
+from anabranch.core.settings import MIGRATIONS
+from anabranch.demo import presentation
 from anabranch.demo.interrupts import StopRequest
 from anabranch.demo.job import build_job, start_job
 from anabranch.demo.meter import Snapshot
 from anabranch.demo.options import DemoOptions
-from anabranch.demo.output import claim_output
+from anabranch.demo.output import OutputDirectory, claim_output
 from anabranch.demo.panels import command_text
 from anabranch.demo.recorded import find_recorded
 from anabranch.demo.run import Ending, run_demo
@@ -59,42 +63,52 @@ def expected_counts(events: pa.Table) -> Counter[str]:
     return Counter(server for number, server in columns if number % 4 != 0)
 
 
-@pytest.mark.parametrize("migration", ["lazy", "restart"])
-def test_every_generated_row_that_passes_the_filter_is_counted_once_though_the_run_is_rescaled(
-    spark: SparkSession, tmp_path: Path, migration: str
+def test_every_row_is_counted_once_whichever_way_the_run_is_rescaled_and_the_ways_are_compared(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(presentation, "_WARM_UP_S", 1.0)
     options = DemoOptions(
-        seconds=4, rate=50, keys=30, skew=0.5, work_ms=1, workers=1, rescale_to=2, migration=migration,
-        drain_limit_s=PATIENCE_S,
-    )  # fmt: skip
-    expected = expected_counts(generate(WorkloadSpec(keys=30, skew=0.5), 0, 200))
-    view = Looks()
+        seconds=2, rate=75, keys=30, skew=0.5, work_ms=1, workers=1, rescale_to=2, drain_limit_s=PATIENCE_S
+    )
+    expected = expected_counts(generate(WorkloadSpec(keys=30, skew=0.5), 0, 150))
+    console = Console(file=io.StringIO(), width=120)
     with claim_output(tmp_path / "out") as output:
-        outcome = run_demo(spark, options, None, output, view, StopRequest())
-        written = output.write_results(outcome.to_json(options), title="test")
+        outcome = presentation.Presentation(spark, None, console, live=False).compare(options, output)
     assert (outcome.ending, outcome.error) == (Ending.COMPLETE, None)
-    assert (outcome.last.source_rows, outcome.last.sink_rows) == (200, expected.total())
-    assert outcome.counted == expected.total()
-    assert sum(worker.keys for worker in outcome.last.workers) == len(expected)
-    (rescale,) = outcome.last.rescales
-    assert (rescale.is_done, len(outcome.last.workers)) == (True, 2)
-    assert len(view.snapshots[0].workers) == 1
-    assert all(worker.key_groups and worker.keys and not worker.pending_groups for worker in outcome.last.workers)
-    # Rows were on their way when it was asked for, and are among those of the time of the rescale.
-    assert outcome.phases[0].during["count"] > 0
-    assert outcome.phases[0].longest_gap_during_ms
+    summaries = json.loads(output.summary.read_text())
+    assert list(summaries) == list(MIGRATIONS) == ["lazy", "eager", "restart"]
+    for migration, summary in summaries.items():
+        part = OutputDirectory(output.path / migration)
+        check_run(summary, part, expected)
+        (rescale,) = summary["rescales"]
+        assert (rescale["state"], rescale["strategy"]) == ("done", migration)
+        # Rows were on their way when it was asked for, and are among those of the time of the rescale.
+        assert rescale["latency_ms"]["during"]["count"] > 0
+        assert rescale["longest_gap_during_ms"]
+        assert "<!-- rescale: 2 workers -->" in part.pictures[0].read_text()
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"\(in ms\) +took.*\n *lazy +\d.*\n *eager +\d.*\n *restart +\d", said), said
+    assert "--compare" not in said
+    drawn = output.comparison[0].read_text()
+    assert [drawn.count(f"<!-- {text} -->") for text in (*MIGRATIONS, "rescale: 2 workers")] == [1, 1, 1, 3]
+    assert output.comparison[1].read_bytes().startswith(b"\x89PNG")
+
+
+def check_run(summary: Mapping[str, Any], output: OutputDirectory, expected: Counter[str]) -> None:
+    """Every row came through, each once, and there are files to look at."""
+    assert (summary["ending"], summary["error"]) == ("complete", None)
+    assert summary["rows"] == {"source": 150, "sink": expected.total()}
+    assert (summary["state"]["keys"], summary["state"]["counted"]) == (len(expected), expected.total())
+    assert len(summary["workers"]) == 2
+    assert all(each["key_groups"] and each["keys"] and not each["pending_groups"] for each in summary["workers"])
+    assert summary["latency_ms"]["p50_ms"] > 0
     lines = read_latencies(output.latencies)
     assert len(lines.latency_ms) == expected.total()
-    # Rows arrive 20 ms apart over four seconds, and no row is at the sink before it has arrived.
-    assert 3000 < lines.ingestion_ms.max() - lines.ingestion_ms.min() < 4000
+    # Rows arrive 13 ms apart over two seconds, and no row is at the sink before it has arrived.
+    assert 1500 < lines.ingestion_ms.max() - lines.ingestion_ms.min() < 2000
     assert lines.latency_ms.min() > 0
-    assert [path.name for path in written] == ["latency.csv", "latency.svg", "latency.png", "summary.json"]
     assert output.pictures[1].read_bytes().startswith(b"\x89PNG")
     assert output.pictures[1].stat().st_size > 10_000
-    assert "<!-- rescale: 2 workers -->" in output.pictures[0].read_text()
-    summary = json.loads(output.summary.read_text())
-    assert summary["latency_ms"]["p50_ms"] > 0
-    assert summary["rescales"][0]["strategy"] == migration
 
 
 def test_the_request_in_the_view_gives_the_job_a_worker_more_also_with_a_shared_store(
@@ -174,6 +188,7 @@ def test_a_query_that_fails_ends_the_run_with_its_error(spark: SparkSession, tmp
     assert output.summary in written
 
 
+@pytest.mark.usefixtures("_quick_java")
 def test_ctrl_c_ends_a_run_with_its_summary(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "anabranch", "demo", "--seconds", "600", "--rate", "20", "--keys", "10"]
     command += ["--work-ms", "1", "--workers", "1", "--rescale-to", "2", "--rescale-at", "1"]
@@ -196,6 +211,7 @@ def test_ctrl_c_ends_a_run_with_its_summary(tmp_path: Path) -> None:
             limit.cancel()
     assert (process.returncode, errors) == (0, "")
     assert "Stopped on request." in output
+    assert "With --compare, the job runs once with each migration (lazy, eager, restart)" in output
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["ending"], summary["error"]) == ("interrupted", None)
     assert summary["rows"]["sink"] == len(read_latencies(tmp_path / "out" / "latency.csv").latency_ms) > 0

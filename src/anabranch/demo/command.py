@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +22,16 @@ _INTERRUPTED = 130
 _GENERATOR_OPTIONS = ("rate", "keys", "skew")
 #: How long events arrive in a single run, and in each of those that are compared.
 _SECONDS, _SECONDS_COMPARED = 30.0, 20.0
+
+_RoutingCache = Annotated[
+    bool,
+    typer.Option(
+        "--routing-cache/--no-routing-cache", help="Tasks keep the route of their epoch, or ask a worker for it."
+    ),
+]
+_Drained = Annotated[
+    bool, typer.Option("--drain/--no-drain", help="Lazy: state moves in the background as well, or only on demand.")
+]
 
 
 def demo(
@@ -47,6 +59,8 @@ def demo(
         float | None, typer.Option(help="When to rescale, in seconds from the start.", show_default="the middle")
     ] = None,
     migration: Annotated[str, typer.Option(help=f"How state follows a rescale: {' or '.join(MIGRATIONS)}.")] = "lazy",
+    routing_cache: _RoutingCache = True,
+    drain: _Drained = True,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run once with each --migration, and draw the runs side by side.")
     ] = False,
@@ -68,18 +82,28 @@ def demo(
 
     Stages: 0 source, 1 filter (id % 4 != 0), 2 work that costs CPU time, 3 count per server, 4 latency at the sink.
     """
-    try:
+    with _one_sentence_for_errors():
         if input is not None:
             _refuse_generator_options(context)
         if compare:
-            _refuse_what_is_compared(context, rescale_to)
+            _refuse_what_is_compared(context, rescale_to, drain=drain)
         run_s = (_SECONDS_COMPARED if compare else _SECONDS) if seconds is None else seconds
         options = DemoOptions(
             seconds=run_s, rate=rate, keys=keys, skew=skew, workers=workers, parallelism=parallelism, store=store,
-            redis_url=redis_url, rescale_to=rescale_to, rescale_at=rescale_at, migration=migration, work_ms=work_ms,
-            count_ms=count_ms, junk_bytes=junk_bytes, input=input, trigger=trigger,
+            redis_url=redis_url, rescale_to=rescale_to, rescale_at=rescale_at, migration=migration,
+            routing_cache=routing_cache, drain=drain, work_ms=work_ms, count_ms=count_ms, junk_bytes=junk_bytes,
+            input=input, trigger=trigger,
         )  # fmt: skip
         outcome = _run(options, output, master, compare=compare, live=view)
+    if outcome.error is not None:
+        typer.echo(f"anabranch demo: the query failed: {outcome.error}", err=True)
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _one_sentence_for_errors() -> Iterator[None]:
+    try:
+        yield
     except SettingsError as error:
         typer.echo(f"anabranch demo: {error}", err=True)
         raise typer.Exit(_USAGE) from error
@@ -89,9 +113,6 @@ def demo(
     except KeyboardInterrupt:
         typer.echo("anabranch demo: stopped at once, so there is no summary.", err=True)
         raise typer.Exit(_INTERRUPTED) from None
-    if outcome.error is not None:
-        typer.echo(f"anabranch demo: the query failed: {outcome.error}", err=True)
-        raise typer.Exit(1)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -107,9 +128,11 @@ def _refuse_generator_options(context: typer.Context) -> None:
             )
 
 
-def _refuse_what_is_compared(context: typer.Context, rescale_to: int | None) -> None:
+def _refuse_what_is_compared(context: typer.Context, rescale_to: int | None, *, drain: bool) -> None:
     if _is_given(context, "migration"):
         raise SettingsError("--compare runs with every --migration, but one is given. Leave one of the two out.")
+    if not drain:
+        raise SettingsError("--compare runs with every --migration, but --no-drain is about lazy only. Leave it out.")
     if rescale_to == 0:
         raise SettingsError("--compare is about rescales, but --rescale-to is 0. Leave one of the two out.")
 

@@ -78,6 +78,8 @@ def start_job(job: Stream, options: DemoOptions, sink: LatencySink, checkpoint: 
         "anabranch.parallelism": options.parallelism,
         "anabranch.store": options.store,
         "anabranch.migration": options.migration,
+        "anabranch.routingCache": options.routing_cache,
+        "anabranch.drain": options.drain,
     }
     if options.redis_url is not None:
         settings["anabranch.redisUrl"] = options.redis_url

@@ -49,6 +49,9 @@ class DemoOptions:
     rescale_at: float | None = None
     #: How state follows a rescale.
     migration: str = "lazy"
+    #: Whether tasks keep the route of their epoch, and whether state that nobody asks for moves in the background.
+    routing_cache: bool = True
+    drain: bool = True
     store: str = "memory"
     #: The Redis to use with the store redis; None: the one that the settings name.
     redis_url: str | None = None
@@ -95,6 +98,8 @@ class DemoOptions:
                 f"--rescale-to is {self.rescale_to}, as many workers as the run begins with. Choose another number, "
                 "or 0 for no rescale."
             )
+        if not self.drain:
+            self._check_without_drain()
         if self.rescale_at is None:
             return
         if self.rescale_to == 0:
@@ -103,6 +108,18 @@ class DemoOptions:
             raise SettingsError(
                 f"--rescale-at is {self.rescale_at:g}, but the run is over after {self.seconds:g} seconds. "
                 "Choose an earlier time, or more --seconds."
+            )
+
+    def _check_without_drain(self) -> None:
+        if self.migration != "lazy" or self.store == "redis":
+            raise SettingsError(
+                f"--no-drain is about lazy migration, but --migration is {self.migration} and --store {self.store}. "
+                "Leave it out, or choose --migration lazy and another --store."
+            )
+        if 0 < self.workers_after < self.workers:
+            raise SettingsError(
+                f"--rescale-to is {self.workers_after}, fewer workers than at first, but with --no-drain no worker can "
+                "leave. Choose a greater number, or leave --no-drain out."
             )
 
     @property
@@ -116,6 +133,12 @@ class DemoOptions:
         if self.input is not None:
             return self.seconds
         return self.seconds + (max(10.0, self.seconds / 2) if self.drain_limit_s is None else self.drain_limit_s)
+
+    @property
+    def setup(self) -> str:
+        """How state is reached and moved, in words."""
+        left_out = [flag(f"no_{name}") for name in ("drain", "routing_cache") if not getattr(self, name)]
+        return ", ".join([self.migration, *left_out])
 
     @property
     def workers_after(self) -> int:

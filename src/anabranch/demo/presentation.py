@@ -25,6 +25,10 @@ from anabranch.demo.view import open_view
 
 #: How long the job runs before the runs that are compared, so that the first of them does not pay for a cold Spark.
 _WARM_UP_S = 5.0
+_COMPARISON = (
+    f"With --compare, the job runs once with each migration ({', '.join(MIGRATIONS)}), and one picture shows latency "
+    "and throughput of all of them over time."
+)
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,10 @@ class Presentation:
     live: bool
 
     def run(self, options: DemoOptions, output: OutputDirectory) -> Outcome:
-        """Run once, and tell how it went."""
-        outcome = self._watch(options, output)
-        self._report(outcome, options, output)
+        """Run once, and tell how it went, and how it can be compared."""
+        outcome = self._run(options, output)
+        if options.workers_after and options.drain and outcome.ending is not Ending.FAILED:
+            self._say(_COMPARISON)
         return outcome
 
     def compare(self, options: DemoOptions, output: OutputDirectory) -> Outcome:
@@ -56,7 +61,7 @@ class Presentation:
             self._say(f"\nMigration: {migration}")
             chosen = dataclasses.replace(options, migration=migration)
             part = output.part(migration)
-            outcome = self.run(chosen, part)
+            outcome = self._run(chosen, part)
             summaries[migration] = outcome.to_json(chosen)
         files = output.write_comparison(summaries, title=_title(options))
         if summaries:
@@ -66,6 +71,11 @@ class Presentation:
         self._say_paths(files)
         return outcome
 
+    def _run(self, options: DemoOptions, output: OutputDirectory) -> Outcome:
+        outcome = self._watch(options, output)
+        self._report(outcome, options, output)
+        return outcome
+
     def _watch(self, options: DemoOptions, output: OutputDirectory) -> Outcome:
         stop = StopRequest()
         with stop_on_signals(stop), open_view(self.console, options, live=self.live) as view:
@@ -73,7 +83,7 @@ class Presentation:
 
     def _report(self, outcome: Outcome, options: DemoOptions, output: OutputDirectory) -> None:
         summary = outcome.to_json(options)
-        files = output.write_results(summary, title=f"{_title(options)}, {options.migration}")
+        files = output.write_results(summary, title=f"{_title(options)}, {options.setup}")
         self.console.print()
         for part in (
             summary_table(summary),

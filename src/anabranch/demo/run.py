@@ -167,7 +167,8 @@ def _watch(
             return Ending.FAILED
         if snapshot.elapsed_s >= options.limit_s:
             return Ending.TIME
-        if not snapshot.is_rescaling and _all_through(query, snapshot, options):
+        # Without a drain, a rescale does not complete: there is nothing to wait for.
+        if not (snapshot.is_rescaling and options.drain) and _all_through(query, snapshot, options):
             return Ending.COMPLETE
         waits = options.input is None and snapshot.elapsed_s >= options.seconds
         view.show(snapshot, "the last rows are on their way" if waits else "")

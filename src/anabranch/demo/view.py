@@ -91,7 +91,7 @@ def render(snapshot: Snapshot, options: DemoOptions, note: str = "") -> Renderab
     shown_s = min(snapshot.elapsed_s, options.seconds)
     heading = Table.grid(padding=(0, 2))
     heading.add_row(
-        Text(f"anabranch demo, {options.migration}", style="bold"),
+        Text(f"anabranch demo, {options.setup}", style="bold"),
         ProgressBar(total=options.seconds, completed=shown_s, width=32),
         Text(f"{shown_s:.0f} of {options.seconds:g} s"),
         Text(note, style="yellow"),

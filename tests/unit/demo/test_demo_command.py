@@ -79,6 +79,20 @@ def invoke(app: typer.Typer, tmp_path: Path, options: list[str]) -> Result:
             "--compare is about rescales, but --rescale-to is 0. Leave one of the two out.",
         ),
         (
+            "--compare --no-drain",
+            "--compare runs with every --migration, but --no-drain is about lazy only. Leave it out.",
+        ),
+        (
+            "--no-drain --store redis",
+            "--no-drain is about lazy migration, but --migration is lazy and --store redis. Leave it out, or choose "
+            "--migration lazy and another --store.",
+        ),
+        (
+            "--no-drain --rescale-to 1",
+            "--rescale-to is 1, fewer workers than at first, but with --no-drain no worker can leave. Choose a greater "
+            "number, or leave --no-drain out.",
+        ),
+        (
             "--trigger soon",
             "--trigger is 'soon', which is not a time. Give something like '0 seconds', '500 milliseconds' or "
             "'1 minute'.",
