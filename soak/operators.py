@@ -49,10 +49,14 @@ def duplicates(events: Any) -> Any:
     return rows.dropDuplicatesWithinWatermark(["user", "kind", "second"]).select("user", "kind", "at")
 
 
-def matches(events: Any) -> Any:
+def _views_and_clicks(events: Any) -> tuple[Any, Any]:
     rows = events.withWatermark("at", _DELAY)
     views = rows.filter("kind = 'view'").select(F.col("user").alias("viewer"), F.col("at").alias("seen"), "amount")
-    clicks = rows.filter("kind = 'click'").select("user", F.col("at").alias("clicked"))
+    return views, rows.filter("kind = 'click'").select("user", F.col("at").alias("clicked"))
+
+
+def matches(events: Any) -> Any:
+    views, clicks = _views_and_clicks(events)
     near = F.expr("viewer = user and clicked >= seen and clicked <= seen + interval 30 seconds")
     return views.join(clicks, near, "full_outer")
 
@@ -132,3 +136,74 @@ def totals(events: Any) -> Any:
 
 def totals_by_spark(events: Any) -> Any:
     return events.groupBy("user").agg(F.count("*").alias("n"), F.sum("amount").alias("total"))
+
+
+# ---------------------------------------------------------------------------- duplicates and joins of other kinds
+
+
+def firsts(events: Any) -> Any:
+    """Whatever a user has ever done, once. All columns are compared, so it makes no difference which row is first."""
+    return events.select("user", "kind", F.pmod("amount", F.lit(5)).alias("fifth")).dropDuplicates()
+
+
+def pairs(events: Any) -> Any:
+    """Views, each with the clicks of the same user that came before or after it."""
+    views, clicks = _views_and_clicks(events)
+    near = "viewer = user and clicked >= seen - interval 20 seconds and clicked <= seen + interval 20 seconds"
+    return views.join(clicks, F.expr(near))
+
+
+def answered(events: Any) -> Any:
+    """Views that were followed by a click, once each."""
+    views, clicks = _views_and_clicks(events)
+    return views.join(
+        clicks, F.expr("viewer = user and clicked > seen and clicked <= seen + interval 30 seconds"), "left_semi"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ processing time
+
+#: How long a user's balance waits for rows, and how long it is known what the user did. In soaks nobody can tell what
+#: time it is in an epoch that is repeated: for queries whose clock stands still.
+_WAIT_MS = 20_000
+_KNOWN_MS = 30_000
+
+
+class Balances(StatefulProcessor):
+    """Gives out what a user spent after a while without rows, and with every row what the user did lately."""
+
+    def init(self, handle: StatefulProcessorHandle) -> None:
+        self._handle = handle
+        self._spent = handle.getValueState("spent", "total bigint")
+        self._kinds = handle.getMapState("kinds", "kind string", "n bigint", _KNOWN_MS)
+        self._amounts = handle.getListState("amounts", "amount bigint", _KNOWN_MS)
+
+    def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Any]:
+        frame = pd.concat(list(rows))
+        for timer in list(self._handle.listTimers()):
+            self._handle.deleteTimer(timer)
+        self._handle.registerTimer(timerValues.getCurrentProcessingTimeInMs() + _WAIT_MS)
+        self._spent.update(((self._spent.get() or (0,))[0] + int(frame.amount.sum()),))
+        for kind, n in frame.groupby("kind").size().items():
+            self._kinds.updateValue((kind,), ((self._kinds.getValue((kind,)) or (0,))[0] + int(n),))
+        self._amounts.appendList([(int(amount),) for amount in sorted(frame.amount)])
+        kinds = sorted((kind, n) for (kind,), (n,) in self._kinds.iterator())
+        yield self._row(key, f"{kinds} {sorted(amount for (amount,) in self._amounts.get())}")
+
+    def handleExpiredTimer(self, key: Any, timerValues: Any, expiredTimerInfo: Any) -> Iterator[Any]:
+        late_ms = timerValues.getCurrentProcessingTimeInMs() - expiredTimerInfo.getExpiryTimeInMs()
+        yield self._row(key, f"away, and noticed {late_ms} ms later")
+        self._spent.clear()
+
+    def _row(self, key: Any, about: str) -> pd.DataFrame:
+        return pd.DataFrame({"user": [key[0]], "total": [(self._spent.get() or (0,))[0]], "about": [about]})
+
+    def close(self) -> None:
+        pass
+
+
+def balances(events: Any) -> Any:
+    """Of some of the rows, so that not every user is there all the time."""
+    rows = events.where("pmod(amount, 3) = 0").groupBy("user")
+    output = "user string, total bigint, about string"
+    return rows.transformWithStateInPandas(Balances(), output, "append", "processingTime")

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
 
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("anabranch", deadline=None)
+settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("anabranch")
 
 
@@ -27,19 +27,42 @@ def _utc() -> Iterator[None]:
     time.tzset()
 
 
-def _home_of_spark(folder: Path) -> Path:
-    """Spark without its zipped Python packages: each Python process would compile them, rather than import its own."""
-    import pyspark
+@pytest.fixture(scope="session")
+def _quick_java(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """JVMs of this process, and of those it starts, find Spark's classes in an archive."""
+    import classarchive
 
-    folder.mkdir()
-    for part in Path(pyspark.__file__).parent.iterdir():
-        if part.name != "python":
-            (folder / part.name).symlink_to(part)
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in classarchive.environment(tmp_path_factory.mktemp("java")).items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="session")
-def spark(tmp_path_factory: pytest.TempPathFactory, _utc: None) -> "Iterator[SparkSession]":
+def _remembered_classes() -> Iterator[None]:
+    """Names of the JVM that were looked up once: PySpark asks for the same few with every column and every query, and
+    the JVM searches each of its 300 jars for some of them."""
+    from py4j.java_gateway import JavaClass, JVMView
+
+    look_up = JVMView.__getattr__
+    # What is no class is taken for a package, also if it is a class that is imported later; these are packages.
+    packages = {"java", "org", "py4j"}
+
+    def remember(self: JVMView, name: str) -> object:
+        found = look_up(self, name)
+        if isinstance(found, JavaClass) or name in packages:
+            self.__dict__[name] = found
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JVMView, "__getattr__", remember)
+        yield
+
+
+@pytest.fixture(scope="session")
+def spark(
+    tmp_path_factory: pytest.TempPathFactory, _utc: None, _quick_java: None, _remembered_classes: None
+) -> "Iterator[SparkSession]":
     """A local Spark with two cores, which runs a failing task four times, as a cluster does."""
     from pyspark.sql import SparkSession
 
@@ -47,7 +70,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory, _utc: None) -> "Iterator[Spa
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYSPARK_PYTHON", sys.executable)
         patch.setenv("PYSPARK_DRIVER_PYTHON", sys.executable)
-        patch.setenv("SPARK_HOME", str(_home_of_spark(folder / "home")))
         session = (
             SparkSession.builder.master("local[2,4]")
             .appName("anabranch-tests")

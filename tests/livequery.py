@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_
         pause.wait(_LOOK_INTERVAL_S)
 
 
+@cache
+def _files(rows: int, keys: int) -> list[list[InputRow]]:
+    """The same for all queries, because to draw so many rows takes a while."""
+    return make_files(7, files=_FILES, rows=rows, keys=keys)
+
+
 class LiveQuery:
     """One of the soak's jobs, one input file an epoch. The models of the jobs say what undisturbed runs give."""
 
@@ -48,7 +55,7 @@ class LiveQuery:
         self.job = JOBS[job]
         self.places = Places(folder)
         self.places.input.mkdir(parents=True)
-        self._files = make_files(7, files=_FILES, rows=rows, keys=keys)
+        self._files = list(_files(rows, keys))
         self.fed = 0
         #: The rows that came out of each epoch.
         self.epochs: dict[int, list[Any]] = {}
@@ -126,6 +133,13 @@ class LiveQuery:
         assert rescale.state == "migrating", rescale.progress()
         assert rescale.progress()["groupsPending"] > 0, rescale.progress()
         return rescale
+
+    def finish(self, rescale: Any) -> None:
+        """Run epochs until all state has moved: with a long heartbeat, nothing else tells the driver."""
+        deadline_s = time.monotonic() + WAIT_S
+        while not rescale.wait(_LOOK_INTERVAL_S):
+            assert time.monotonic() < deadline_s, rescale.progress()
+            self.run()
 
     def assert_exact(self, *, same_run: bool = True) -> None:
         """Output and state are those of an undisturbed run; no epoch was skipped."""

@@ -96,7 +96,7 @@ SCENARIOS = {
     "workers come, go and die while the query is rescaled": Scenario(
         seed=14,
         job="two-stages",
-        files=60,
+        files=44,
         rows=60,
         keys=400,
         files_per_epoch=2,

@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 from soak import crashpoints
 from soak.crashpoints import POINTS
 from soak.driver import start, state_of
-from soak.jobs import JOBS, epochs_of, make_files
+from soak.jobs import JOBS, MODELS, epochs_of, make_files
 from soak.places import Places, write_json
 from soak.processes import Processes
 from soak.verdict import judge
@@ -18,7 +18,7 @@ WAIT_S = 120.0
 #: Nothing has happened yet, so that there is nothing to lose, when an epoch begins.
 STEPS = [point for point in POINTS if not point.startswith("begin")]
 #: Each job meets some of the points: the n-th of them in its n-th epoch.
-CHAINS = {job: STEPS[number :: len(JOBS)] for number, job in enumerate(JOBS)}
+CHAINS = {job: STEPS[number :: len(MODELS)] for number, job in enumerate(MODELS)}
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_driver_that_crashes_between_two_steps_of_an_epoch_loses_and_doubles_n
     finally:
         query.stop()
     # Each row tells its epoch, and so the point at which the driver crashed in it.
-    assert judge(spark, places, JOBS[job].model(epochs_of(files, 1))).findings == ()
+    assert judge(spark, places, MODELS[job](epochs_of(files, 1))).findings == ()
 
 
 def test_all_steps_are_crashed_at() -> None:

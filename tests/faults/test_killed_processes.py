@@ -141,10 +141,12 @@ def test_a_killed_driver_takes_its_workers_with_it_and_its_successor_carries_on(
         wait_until(lambda: folder.has_epoch(2), "the third epoch is out")
         process.send_signal(signal.SIGKILL)
         wait_until(lambda: all(map(is_gone, workers)), "the workers are gone", timeout_s=20)
-    folder.finish(spark)
+    folder.finish(spark, **{"anabranch.workers": 3})
     assert folder.output() == undisturbed
 
 
+# Drivers that end by themselves at this point and others, in test_driver_crash_points and test_sinks, take less time.
+@pytest.mark.slow
 def test_a_driver_killed_between_sink_and_commit_loses_and_doubles_nothing(
     spark: SparkSession, folder: Folder, undisturbed: dict[int, list[Any]]
 ) -> None:

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
-from soak.operators import EVENTS, Pipeline, duplicates, matches, sessions, visits, windows
+from soak.operators import (
+    EVENTS,
+    Pipeline,
+    absences,
+    answered,
+    balances,
+    duplicates,
+    firsts,
+    matches,
+    pairs,
+    sessions,
+    totals,
+    visits,
+    windows,
+)
 
-from anabranch.testing import KillWorker, Rescale, Restart, Rows, Step, StreamTest
+from anabranch.testing import Clock, KillWorker, Rescale, Restart, Rows, Step, StreamTest
+from seeds import seeds
 from sidebyside import rows_of, side_by_side
 
 NOON = datetime(2026, 1, 1, 12)
+#: All operators there are, in as few queries as possible, each on one of the stores.
+QUERIES: dict[str, tuple[Pipeline, ...]] = {
+    "memory": (windows, duplicates, firsts, visits, absences, totals),
+    "rocksdb": (sessions, matches, pairs, answered, balances),
+}
 
 
 def epoch(number: int) -> Rows:
@@ -27,15 +48,28 @@ def epoch(number: int) -> Rows:
 
 #: Far enough in the future to let everything go out that waits for event time.
 LAST = Rows([("view", "nobody", NOON + timedelta(hours=2), 1), ("click", "nobody", NOON + timedelta(hours=2), 1)])
-INPUTS = [*map(epoch, range(5)), LAST]
-#: After each of the inputs but the last.
-DISTURBANCES: list[list[Step]] = [
-    [Rescale(workers=3, parallelism=3)],
-    [KillWorker(1)],
-    [Rescale(workers=1)],
-    [Restart(crash=True, settings={"workers": 2})],
-    [Rescale(workers=3), KillWorker(2)],
+#: Between two of them something happens.
+INPUTS: list[list[Step]] = [
+    [epoch(0), Clock(12)],
+    [epoch(1), Clock(15)],
+    [epoch(2)],
+    [LAST, Clock(60)],
 ]
+
+
+def disturbances(seed: int) -> list[list[Step]]:
+    """After each of the inputs but the last: one of each kind, in any order, with what else there is to choose."""
+    draw = random.Random(f"disturbances {seed}")
+    steps: list[Step] = [
+        Rescale(workers=draw.randint(1, 3), parallelism=draw.randint(1, 4)),
+        KillWorker(draw.randrange(3)),
+        Restart(settings={"workers": draw.randint(1, 3)}),
+        Restart(crash=True, settings={"workers": draw.randint(1, 3)}),
+    ]
+    draw.shuffle(steps)
+    # Two of them in a row somewhere: four kinds between four inputs.
+    places = draw.sample([0, 1, 2, draw.randrange(3)], 4)
+    return [[step for step, place in zip(steps, places, strict=True) if place == number] for number in range(3)]
 
 
 def outputs(spark: SparkSession, builds: Sequence[Pipeline], steps: Sequence[Step], store: str) -> list[Any]:
@@ -46,20 +80,30 @@ def outputs(spark: SparkSession, builds: Sequence[Pipeline], steps: Sequence[Ste
         return [row for rows in test.play(steps) for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("builds", "store"),
-    [((windows, duplicates, visits), "memory"), ((sessions, matches), "rocksdb")],
-    ids=["memory", "rocksdb"],
-)
-def test_what_comes_out_is_what_an_undisturbed_run_gives(
-    spark: SparkSession, builds: Sequence[Pipeline], store: str
-) -> None:
-    quiet = outputs(spark, builds, INPUTS, store)
-    steps: list[Step] = []
-    for position, rows in enumerate(INPUTS):
-        steps += [rows, *(DISTURBANCES[position] if position < len(DISTURBANCES) else [])]
-    disturbed = outputs(spark, builds, steps, store)
+@pytest.mark.parametrize("seed", seeds(1))
+@pytest.mark.parametrize("store", QUERIES)
+def test_what_comes_out_is_what_an_undisturbed_run_gives(spark: SparkSession, store: str, seed: int) -> None:
+    builds = QUERIES[store]
+    quiet: list[Step] = []
+    disturbed: list[Step] = []
+    for steps, then in zip(INPUTS, [*disturbances(seed), []], strict=True):
+        # Time passes only for those who notice: it costs an epoch each time.
+        inputs = [step for step in steps if balances in builds or not isinstance(step, Clock)]
+        quiet += inputs
+        disturbed += [*inputs, *then]
+    expected = outputs(spark, builds, quiet, store)
+    found = outputs(spark, builds, disturbed, store)
     for build in builds:
-        expected = rows_of(build.__name__, quiet)
-        assert rows_of(build.__name__, disturbed) == expected, build.__name__
-        assert len(expected) > 20, build.__name__
+        rows = rows_of(build.__name__, expected)
+        assert rows_of(build.__name__, found) == rows, (build.__name__, disturbed)
+        assert len(rows) > 20, build.__name__
+
+
+def test_each_seed_draws_all_kinds_of_disturbances() -> None:
+    drawn = [disturbances(seed) for seed in range(50)]
+    assert drawn == [disturbances(seed) for seed in range(50)]
+    for groups in drawn:
+        assert sorted(map(len, groups)) == [1, 1, 2]
+        kinds = [type(step).__name__ for group in groups for step in group]
+        assert sorted(kinds) == ["KillWorker", "Rescale", "Restart", "Restart"]
+    assert len({str(groups) for groups in drawn}) > 40

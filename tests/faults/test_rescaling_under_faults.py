@@ -74,7 +74,7 @@ def test_workers_killed_in_the_middle_of_a_migration_cost_nothing(
         for victim in victims:
             kill(pids[victim])
         live.run(3)
-        assert rescale.wait(WAIT_S), rescale.progress()
+        live.finish(rescale)
         live.assert_exact()
 
 
@@ -82,7 +82,7 @@ def test_workers_killed_in_the_middle_of_a_migration_cost_nothing(
     ("victim", "parallelism"),
     [
         pytest.param("worker-1", 2, id="a source"),
-        pytest.param("worker-3", 2, id="the target"),
+        pytest.param("worker-3", 2, id="the target", marks=pytest.mark.slow),  # as the next one, with less
         pytest.param("worker-3", 4, id="the target, with another parallelism"),
     ],
 )
@@ -133,7 +133,8 @@ def test_a_rescale_that_is_under_way_when_the_query_ends_has_failed(live: LiveQu
     assert rescale.state == "failed", "whoever waits for it without a limit would wait forever"
 
 
-@pytest.mark.parametrize("victim", ["worker-1", "worker-3"])
+# What was new and what was there before are told apart by the epoch alone, whichever of the workers it is.
+@pytest.mark.parametrize("victim", [pytest.param("worker-1", marks=pytest.mark.slow), "worker-3"])
 def test_a_worker_with_state_in_redis_is_killed_after_a_rescale(
     live: LiveQuery, redis_server: RedisServer, victim: str
 ) -> None:
@@ -154,7 +155,8 @@ def test_a_worker_with_state_in_redis_is_killed_after_a_rescale(
     "leaves",
     [
         pytest.param(True, id="a source that leaves"),
-        pytest.param(False, id="a source that stays"),
+        # Its state is fetched from where the other's is fetched; sources that stay are killed above.
+        pytest.param(False, id="a source that stays", marks=pytest.mark.slow),
     ],
 )
 def test_a_source_stands_still_for_longer_than_it_may(live: LiveQuery, leaves: bool) -> None:
@@ -192,7 +194,7 @@ def test_a_source_that_answers_again_in_time_is_used(live: LiveQuery) -> None:
         os.kill(source["pid"], signal.SIGSTOP)
         threading.Timer(2, os.kill, (source["pid"], signal.SIGCONT)).start()
         live.run(3)
-        assert rescale.wait(WAIT_S), rescale.progress()
+        live.finish(rescale)
         wait_until(lambda: is_gone(source["pid"]), "the source has left")
         assert [change for change in query.coordinator.changes if change.lost] == []
         live.assert_exact()
@@ -296,10 +298,11 @@ def disturb(live: LiveQuery, draw: random.Random) -> Any:
 @pytest.mark.parametrize(
     ("seed", "options"),
     [
+        # Eager rescales are disturbed above; epochs that are not durable yet are rescaled in test_rescaling.
         (1, {"snapshotEpochs": 2, "keepEpochs": 1}),
-        (2, {"migration": "eager", "store": "rocksdb"}),
+        pytest.param(2, {"migration": "eager", "store": "rocksdb"}, marks=pytest.mark.slow),
         (3, {"store": "redis", "snapshotEpochs": 3, "keepEpochs": 1}),
-        (4, {"checkpointInterval": 2, "routingCache": False}),
+        pytest.param(4, {"checkpointInterval": 2, "routingCache": False}, marks=pytest.mark.slow),
     ],
 )
 def test_any_sequence_of_rescales_and_killed_workers_gives_what_an_undisturbed_run_gives(

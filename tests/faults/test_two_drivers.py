@@ -19,8 +19,8 @@ from anabranch.control import resume
 
 WAIT_S = 120.0
 JOB = JOBS["aggregate"]
-FILES = make_files(4, files=8, rows=60, keys=60)
-HELD_IN = 3
+FILES = make_files(4, files=5, rows=60, keys=60)
+HELD_IN = 2
 
 
 @pytest.fixture
@@ -59,7 +59,8 @@ def assert_right(spark: SparkSession, places: Places) -> None:
     assert judge(spark, places, JOB.model(epochs_of(FILES, 1))).findings == ()
 
 
-@pytest.mark.parametrize("point", ["sink:before", "manifest:before"])
+# The older one finds out where it commits either way, of which test_coordinator_epochs has the case without processes.
+@pytest.mark.parametrize("point", ["sink:before", pytest.param("manifest:before", marks=pytest.mark.slow)])
 def test_the_older_of_two_drivers_is_fenced(
     spark: SparkSession, places: Places, processes: Processes, point: str
 ) -> None:

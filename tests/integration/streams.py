@@ -58,13 +58,17 @@ class EpochFeed:
 @contextmanager
 def quick_checkpoints(spark: SparkSession) -> Iterator[None]:
     """Spark's own queries that start meanwhile write files as ours do, without ten processes for each, which Hadoop
-    runs for all that it asks about a local file; and no checksums beside them."""
+    runs for all that it asks about a local file; no checksums beside them; and the state of one partition only."""
+    cheap = {"spark.sql.streaming.checkpoint.fileChecksum.enabled": "false", "spark.sql.shuffle.partitions": "1"}
+    usual = {name: spark.conf.get(name) for name in cheap}
     with fast_log_files(spark, "file:"):
-        spark.conf.set("spark.sql.streaming.checkpoint.fileChecksum.enabled", False)
         try:
+            for name, value in cheap.items():
+                spark.conf.set(name, value)
             yield
         finally:
-            spark.conf.unset("spark.sql.streaming.checkpoint.fileChecksum.enabled")
+            for name, value in usual.items():
+                spark.conf.set(name, value)
 
 
 class Collector:

@@ -160,7 +160,14 @@ def spark_gives(spark: SparkSession, epochs: list[list[tuple[Any, ...]]]) -> Cal
 
 
 @pytest.mark.parametrize(
-    ("columns", "mode"), [(exact, "update"), (exact, "complete"), (computed, "update"), (synopses, "complete")]
+    ("columns", "mode"),
+    [
+        (exact, "update"),
+        # The same values as in update mode, and the mode that synopses have.
+        pytest.param(exact, "complete", marks=pytest.mark.slow),
+        (computed, "update"),
+        (synopses, "complete"),
+    ],
 )
 def test_aggregates(
     spark: SparkSession,

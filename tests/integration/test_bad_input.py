@@ -166,6 +166,7 @@ def test_only_dataframes_can_be_streams_and_only_streaming_ones_can_be_written(s
         ({"anabranch.keyGroups": 10**6}, "anabranch.keyGroups is 1000000"),
         ({"anabranch.store": "rockdb"}, "anabranch.store is 'rockdb'.*Did you mean rocksdb"),
         ({"anabranch.routingCache": "perhaps"}, "anabranch.routingCache is 'perhaps'.*true or false"),
+        ({"anabranch.drain": False, "anabranch.migration": "eager"}, "drain is false.*migration is eager.*Leave"),
         ({"anabranch.requestTimeout": "soon"}, "anabranch.requestTimeout is 'soon'.*number of seconds"),
         ({"anabranch.requestTimeout": -1}, "anabranch.requestTimeout must be more than 0"),
         ({"anabranch.requestTimeout": "nan"}, "anabranch.requestTimeout must be more than 0"),
@@ -239,6 +240,15 @@ def test_an_output_mode_that_is_not_supported(
         (lambda writer: writer.foreachBatch(print), "one sink: foreachBatch or format"),
         (lambda writer: writer.foreachBatch("print"), "foreachBatch needs a function"),
         (lambda writer: writer.foreach(print), "one sink: foreach, a format or a table"),
+        (
+            lambda writer: writer.format("").foreachBatch(print).option("header", True),
+            "Unknown option 'header' for the foreachBatch sink. Remove it",
+        ),
+        (lambda writer: writer.format("").foreach(print).option("path", "x"), "Unknown option 'path' for the foreach"),
+        (
+            lambda writer: writer.format("").foreach(print).partitionBy("k"),
+            "partitionBy is for files, not for the f",
+        ),
         (lambda writer: writer.queryName(" "), "name must not be empty"),
         (lambda writer: writer.trigger(continuous="1 s"), "exactly one of processingTime"),
         (lambda writer: writer.trigger(once=True, availableNow=True), "exactly one of processingTime"),

@@ -85,7 +85,11 @@ def used(feed: EpochFeed, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (lambda rows: rows.groupBy(F.length("k").alias("k")).count(), {}, "the key of stage1"),
         (lambda rows: rows.groupBy("k").agg(F.sum("v")), {}, "the state variable aggregates of stage1 is"),
-        (lambda rows: counted(rows.filter("v > 0")), {}, "the stateful stage stage1 .*another job"),
+        (
+            lambda rows: counted(rows.filter("v > 0")),
+            {},
+            r"it is stage1.*call \.stage\('stage1'\) before",
+        ),
         (lambda rows: counted(rows.stage("other")), {}, "stage 1 is called stage1 in the checkpoint and other"),
         (lambda rows: rows, {}, "the stateful stage stage1 .*this query does not"),
         (counted, {"anabranch.keyGroups": 64}, r"anabranch\.keyGroups is 1024 in the checkpoint and 64 in this query"),

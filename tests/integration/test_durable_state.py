@@ -1,8 +1,10 @@
 """State that outlives its query: snapshots, savepoints, other places, other schemas, and workers that stay warm."""
 
+import json
 import os
 import signal
 import sys
+import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from anabranch.checkpoint.storage import Storage
 from anabranch.checkpoint.verify import verify
 from anabranch.control.coordinator import Coordinator
 from anabranch.core.errors import CheckpointError
+from described import assert_described
 from s3server import running_s3
 
 # Tasks cannot import a test: what it defines travels with them.
@@ -82,8 +85,11 @@ def test_a_job_starts_from_a_savepoint_with_everything_else_changed_while_the_or
     query = writer_of(counted(anabranch.stream(feed.stream())), tmp_path / "one").foreachBatch(original).start()
     try:
         query.processAllAvailable()
-        epoch = query.savepoint(str(tmp_path / "savepoint"))
-        assert epoch == 3
+        asked = json.dumps({"path": str(tmp_path / "savepoint")}).encode()
+        with urllib.request.urlopen(f"{query.url}/savepoint", asked, timeout=60) as response:
+            answer = json.load(response)
+        assert answer == {"epoch": 3, "path": str(tmp_path / "savepoint")}
+        assert_described("POST", "/savepoint", 200, answer)
         with pytest.raises(CheckpointError, match="savepoint or a checkpoint already"):
             query.savepoint(str(tmp_path / "savepoint"))
         feed.add(*EPOCHS[4:])
@@ -147,7 +153,10 @@ def test_workers_that_die_between_and_within_epochs_cost_nothing(
 
 
 class Growing(StatefulProcessor):
-    """Counts; its second version keeps the last value as well, in a wider state and in one more variable."""
+    """Counts; its second version keeps the last value as well, in a wider state and in one more variable.
+
+    The third deletes that variable. The fourth has it again, and its total is the number of values in it.
+    """
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -155,7 +164,9 @@ class Growing(StatefulProcessor):
     def init(self, handle: StatefulProcessorHandle) -> None:
         schema = "n int" if self.version == 1 else "last long, n long"
         self.state = handle.getValueState("tally", schema)
-        if self.version > 1:
+        if self.version == 3:
+            handle.deleteIfExists("seen")
+        elif self.version > 1:
             self.seen = handle.getListState("seen", "v long")
 
     def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Any:  # noqa: ARG002
@@ -167,8 +178,9 @@ class Growing(StatefulProcessor):
         else:
             last, n = self.state.get() or (None, 0)
             self.state.update((values[-1], n + len(values)))
-            self.seen.appendList([(value,) for value in values])
-            yield Row(k=key[0], n=n + len(values), total=last)
+            if self.version != 3:
+                self.seen.appendList([(value,) for value in values])
+            yield Row(k=key[0], n=n + len(values), total=last if self.version < 4 else len(list(self.seen.get())))
 
     def close(self) -> None:
         pass
@@ -189,6 +201,10 @@ def test_a_query_comes_back_with_wider_state(spark: SparkSession, tmp_path: Path
     assert run(2, ("a", 9), ("b", 1)) == Counter({("a", 3, 7): 1, ("b", 2, None): 1})
     with pytest.raises(CheckpointError, match="tally"):
         run(1, ("a", 1))
+    # What has been deleted stays so when it is asked for again, and not for the first epoch alone.
+    assert run(3, ("b", 2), ("c", 4)) == Counter({("a", 4, 9): 1, ("b", 3, 1): 1, ("c", 2, 8): 1})
+    assert run(4, ("a", 1), ("b", 3)) == Counter({("a", 5, 1): 1, ("b", 4, 1): 1})
+    assert run(4, ("a", 2), ("c", 5)) == Counter({("a", 6, 2): 1, ("c", 3, 1): 1})
 
 
 def test_another_function_under_the_same_name_is_refused(counting_feed: EpochFeed, tmp_path: Path) -> None:

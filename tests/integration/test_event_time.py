@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from oracle import Oracle
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from streams import EpochFeed, run_anabranch, run_native
@@ -55,25 +56,26 @@ def by_time(rows: Any) -> Any:
 
 
 @pytest.mark.parametrize("query", [tumbling, sliding, by_time])
-def test_late_rows_are_dropped_as_spark_drops_them(feed: EpochFeed, tmp_path: Path, query: Any) -> None:
+def test_late_rows_are_dropped_as_spark_drops_them(oracle: Oracle, feed: EpochFeed, tmp_path: Path, query: Any) -> None:
     native = run_native(query, feed.stream(), tmp_path / "native")
-    ours = run_anabranch(query, feed.stream(), tmp_path / "ours")
+    ours = run_anabranch(query, feed.stream(), tmp_path / "ours", options=oracle.options)
     assert ours.multisets() == native.multisets()
     if query is tumbling:
         assert not any("late" in row for epoch in ours.multisets() for row in epoch)
 
 
-def test_complete_mode_keeps_every_window(feed: EpochFeed, tmp_path: Path) -> None:
-    ours = run_anabranch(tumbling, feed.stream(), tmp_path / "ours", mode="complete")
+def test_complete_mode_keeps_every_window(oracle: Oracle, feed: EpochFeed, tmp_path: Path) -> None:
+    ours = run_anabranch(tumbling, feed.stream(), tmp_path / "ours", mode="complete", options=oracle.options)
     native = run_native(tumbling, feed.stream(), tmp_path / "native", mode="complete")
     assert ours.multisets() == native.multisets()
 
 
-@pytest.mark.parametrize("store", ["memory", "rocksdb"])
-def test_state_of_closed_windows_is_removed(feed: EpochFeed, tmp_path: Path, store: str) -> None:
+def test_state_of_closed_windows_is_removed(oracle: Oracle, feed: EpochFeed, tmp_path: Path) -> None:
+    """By a worker that keeps it in memory, and by one that keeps it on disk."""
+
     def start() -> Any:
         writer = tumbling(anabranch.stream(feed.stream())).writeStream.outputMode("update").format("noop")
-        return writer.option("checkpointLocation", str(tmp_path / "ck")).option("anabranch.store", store).start()
+        return writer.option("checkpointLocation", str(tmp_path / "ck")).options(**oracle.options).start()
 
     query = start()
     try:

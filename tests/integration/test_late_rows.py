@@ -14,7 +14,7 @@ from pyspark import cloudpickle
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
-from streams import EpochFeed
+from streams import EpochFeed, quick_checkpoints
 
 import anabranch
 from anabranch.control.coordinator import Coordinator
@@ -139,7 +139,8 @@ def reported(query: Any) -> int:
 
 def dropped_by_spark(feed: EpochFeed, oracle: Oracle, query: Query, mode: str) -> int:
     writer = query(feed.stream()).writeStream.outputMode(mode).format("noop").trigger(availableNow=True)
-    started = writer.option("checkpointLocation", str(oracle.new_folder("native"))).start()
+    with quick_checkpoints(feed.spark):
+        started = writer.option("checkpointLocation", str(oracle.new_folder("native"))).start()
     assert started.awaitTermination(WAIT_S)
     return reported(started)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,15 +35,15 @@ def live(spark: SparkSession, tmp_path: Path) -> LiveQuery:
 
 def rescale_up_and_down(live: LiveQuery) -> None:
     """From 2 to 4 to 1 workers, and the parallelism of single stages, while rows flow."""
-    live.pass_epochs(3)
+    live.pass_epochs(2)
     live.rescale(workers=4)
-    live.pass_epochs()
+    live.pass_epochs(1)
     live.rescale(parallelism=5, stage="stage1")
-    live.pass_epochs()
+    live.pass_epochs(1)
     live.rescale(workers=1, parallelism=3, stage=3)
-    live.pass_epochs()
+    live.pass_epochs(1)
     live.rescale(workers=2)
-    live.pass_epochs()
+    live.pass_epochs(2)
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -89,9 +90,12 @@ def test_a_query_is_rescaled_by_restarts_while_rows_flow(live: LiveQuery, attemp
             live.pass_epochs()
             live.rescale(workers=1)
             live.pass_epochs()
+            more = [query.scale_out(3), query.scale_out("stage3")]
+            assert [each.wait(WAIT_S) for each in more] == [True, True]
+            live.pass_epochs()
         assert query.runId != live.run_id
-        assert len(query.workers()) == 1
-        assert tasks_of(attempts, max(live.epochs)) == {1: 4, 3: 2}
+        assert len(query.workers()) == 3
+        assert tasks_of(attempts, max(live.epochs)) == {1: 4, 3: 4}
         live.assert_exact(same_run=False)
         reported = [progress["batchId"] for progress in query.recentProgress if progress["numInputRows"]]
         assert reported == sorted(live.epochs), "reports of earlier runs are kept"
@@ -124,7 +128,8 @@ def test_a_query_is_rescaled_again_while_state_is_on_its_way(live: LiveQuery) ->
         assert len(query.workers()) == 2
 
 
-@pytest.mark.parametrize("store", ["memory", "redis"])
+# Any sequence of rescales, also with state in Redis, is among the tests of faults.
+@pytest.mark.parametrize("store", ["memory", pytest.param("redis", marks=pytest.mark.slow)])
 def test_opposite_rescales_at_the_same_time_leave_one_result(
     live: LiveQuery, redis_server: RedisServer, store: str
 ) -> None:
@@ -178,7 +183,35 @@ def test_the_load_of_skewed_keys_is_shared_out(spark: SparkSession, live: LiveQu
         assert progress["what"] == "share the load anew"
         assert max(before) > 5 * min(before)
         assert max(after) < 1.5 * min(after)
+        # One key with as many rows as all others have keys and more: its worker is relieved of all others.
+        live.add_rows([(hot[0], 1, "red", live.fed)] * 20_000)
+        run(1)
+        live.rescale()
+        owner = query.coordinator.route.owners[groups[hot[0]]]
+        assert next(worker["keyGroups"] for worker in query.workers() if worker["id"] == owner) < 100
         assert len(query.workers()) == 2
+        live.assert_exact()
+
+
+def test_without_a_drain_state_moves_only_when_it_is_asked_for(live: LiveQuery) -> None:
+    with live.running(workers=1, drain=False, routingCache=False) as query:
+        live.run(3)
+        rescale = live.begin_rescale(workers=2)
+        live.run(2)
+        progress = rescale.progress()
+        assert (progress["state"], progress["rowsDrained"]) == ("migrating", 0)
+        assert progress["rowsFetched"] > 0
+        assert progress["groupsPending"] == progress["groupsMoving"] == 512
+        assert "anabranch.drain is false" in progress["message"]
+        old, new = query.workers()
+        assert (old["frozenGroups"], new["pendingGroups"]) == (512, 512)
+        assert new["rows"] >= progress["rowsFetched"], "keys that were asked for have moved"
+        for leave in (lambda: query.rescale(workers=1), lambda: query.drain(old["id"])):
+            with pytest.raises(anabranch.SettingsError, match="No worker can leave while anabranch"):
+                leave()
+        again = live.begin_rescale(workers=3)
+        live.run(2)
+        assert again.progress()["rowsDrained"] == 0
         live.assert_exact()
 
 
@@ -251,12 +284,20 @@ def test_whoever_looks_at_state_sees_all_of_it_while_workers_come_and_go(live: L
         live.assert_exact()
 
 
-def test_a_rescaled_query_resumes_with_its_route(live: LiveQuery, attempts: Attempts) -> None:
+def test_a_rescaled_query_explains_its_new_plan_and_resumes_with_its_route(
+    live: LiveQuery, attempts: Attempts, capsys: pytest.CaptureFixture[str]
+) -> None:
     with live.running(workers=2, keyGroups=8) as query:
         live.run(2)
         live.rescale(workers=3, parallelism=20)
         live.run()
         assert tasks_of(attempts, 2) == {1: 8, 3: 8}, "no more than there are key groups"
+        live.rescale(parallelism=5, stage=3)
+        query.explain()
+        explained = capsys.readouterr().out
+        assert re.findall(r"Stage (\d) .*: repartitionById\((\d+)\)", explained) == [("1", "8"), ("3", "5")]
+        assert "State: 3 workers, store memory, 8 key groups\n" in explained
+        assert re.findall(r"  (worker-\d) at .*: \d key groups", explained) == ["worker-1", "worker-2", "worker-3"]
         version = query.coordinator.route.version
         owners = query.coordinator.route.owners
     with live.running(workers=3, keyGroups=8) as query:

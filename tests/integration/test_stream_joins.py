@@ -13,10 +13,11 @@ import pytest
 from oracle import Oracle, Result, drain, names_and_types
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from streams import EpochFeed
+from streams import EpochFeed, quick_checkpoints
 
 import anabranch
 from anabranch.core.errors import UnsupportedError
+from seeds import seeds
 
 START = datetime(2026, 1, 1)
 EPOCHS = 3
@@ -32,9 +33,9 @@ def at(seconds: float) -> datetime:
     return START + timedelta(seconds=seconds)
 
 
-def generated(seed: int, *, late: bool = False) -> list[list[tuple[Any, ...]]]:
+def generated(side: int, seed: int = 0, *, late: bool = False) -> list[list[tuple[Any, ...]]]:
     """Rows of one side: a minute for each epoch, and at last epochs far in the future, which move the watermark."""
-    draw = random.Random(seed)
+    draw = random.Random(side + 2 * seed)
     epochs = []
     for epoch in range(EPOCHS):
         rows = [
@@ -42,7 +43,7 @@ def generated(seed: int, *, late: bool = False) -> list[list[tuple[Any, ...]]]:
             for _ in range(12)
         ]
         epochs.append(rows + rows[:2])
-    ends = [[(f"{name}{seed}", at(FAR), 1, 0.0)] for name in ("far", "further", "end")]
+    ends = [[(f"{name}{side}", at(FAR), 1, 0.0)] for name in ("far", "further", "end")]
     if late:
         # Spark goes by the watermark of the epoch before: the first of them is not late yet.
         ends[-2].append(("a", at(150), 7, 1.5))
@@ -114,24 +115,27 @@ def assert_same(found: Counter[str], expected: Counter[str]) -> None:
     assert sum(expected.values()) > 8
 
 
+@pytest.mark.parametrize("seed", seeds(0))
 @pytest.mark.parametrize("query", [with_predicates, in_windows, counted_in_windows])
-def test_an_outer_join_gives_the_rows_of_spark(oracle: Oracle, feeds: Feeds, query: Query) -> None:
+def test_an_outer_join_gives_the_rows_of_spark(oracle: Oracle, feeds: Feeds, query: Query, seed: int) -> None:
     for number, feed in enumerate(feeds):
-        feed.add(*generated(number, late=True))
+        feed.add(*generated(number, seed, late=True))
     left, right = (feed.stream() for feed in feeds)
     native, ours = Result(), Result()
     stream = query(anabranch.stream(left), right)
-    drain(writer_of(query(left, right), oracle, native, oracle.new_folder("native")))
+    with quick_checkpoints(left.sparkSession):
+        drain(writer_of(query(left, right), oracle, native, oracle.new_folder("native")))
     drain(writer_of(stream, oracle, ours, oracle.new_folder("ours")))
     assert ours.schemas == native.schemas == [names_and_types(stream.schema)]
     assert_same(all_rows(ours), all_rows(native))
     assert not any(str(LATE) in row for row in all_rows(ours))
 
 
-def test_an_outer_join_goes_on_after_a_restart(oracle: Oracle, feeds: Feeds) -> None:
+@pytest.mark.parametrize("seed", seeds(0))
+def test_an_outer_join_goes_on_after_a_restart(oracle: Oracle, feeds: Feeds, seed: int) -> None:
     query = bounded("right_outer")
     checkpoint, ours = oracle.new_folder("restarted"), Result()
-    rows = [generated(number) for number in range(2)]
+    rows = [generated(number, seed) for number in range(2)]
     for part in (slice(0, 3), slice(3, None)):
         for feed, epochs in zip(feeds, rows, strict=True):
             feed.add(*epochs[part])
@@ -141,9 +145,10 @@ def test_an_outer_join_goes_on_after_a_restart(oracle: Oracle, feeds: Feeds) -> 
     assert_same(all_rows(ours), settled(query(left, right), left.t, right.t))
 
 
-def test_a_semi_join_gives_each_row_once_and_forgets_what_is_over(oracle: Oracle, feeds: Feeds) -> None:
+@pytest.mark.parametrize("seed", seeds(0))
+def test_a_semi_join_gives_each_row_once_and_forgets_what_is_over(oracle: Oracle, feeds: Feeds, seed: int) -> None:
     for number, feed in enumerate(feeds):
-        feed.add(*generated(number))
+        feed.add(*generated(number, seed))
     query, ours = bounded("left_semi"), Result()
     left, right = marked(*(anabranch.stream(feed.stream()) for feed in feeds))
     running = writer_of(query(left, right), oracle, ours, oracle.new_folder("semi")).start()

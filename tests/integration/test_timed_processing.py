@@ -18,10 +18,11 @@ from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StatefulProcessor, StatefulProcessorHandle
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
-from streams import Collector, EpochFeed
+from streams import Collector, EpochFeed, quick_checkpoints
 
 import anabranch
 from anabranch.core.errors import UnsupportedError
+from livequery import wait_until
 
 # Tasks run in processes that do not have the tests on their path.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -43,7 +44,7 @@ def ms(moment: datetime) -> int:
 #: lets it happen in an epoch without rows in between.
 EPOCHS: list[list[tuple[str, datetime, int]]] = [
     [("a", at(1), 1), ("b", at(2), 2), ("a", at(3), 3)],
-    [("a", at(20), 4), ("c", at(15), 5)],
+    [("a", at(20), 4), ("c", at(15), 5), ("b", at(12), 0)],
     [("d", at(40), 7)],
     [("late", at(5), 8), ("z", at(200), 1)],
     [("tick", at(200), 0)],
@@ -110,7 +111,9 @@ def sum_up(key: Any, frames: Iterator[pd.DataFrame], state: GroupState) -> Itera
     told += "".join(f" {list(piece.columns)} {[str(kind) for kind in piece.dtypes]}" for piece in pieces)
     rows = pd.concat(pieces)
     total = (state.getOption or (0, ""))[0] + (0 if state.hasTimedOut else int(rows["v"].sum()))
-    if not state.hasTimedOut:
+    if not state.hasTimedOut and total == (state.getOption or (0,))[0]:
+        told += " which is left as it is, with its time-out"
+    elif not state.hasTimedOut:
         state.update((total, key[0]))
         state.setTimeoutTimestamp(max(ms(rows["ts"].max().to_pydatetime()) + 8000, state.getCurrentWatermarkMs()))
     elif total % 2:
@@ -167,7 +170,8 @@ def test_event_time_goes_as_in_spark_also_across_a_restart(
         return writer.options(**options).option("checkpointLocation", str(tmp_path / name)).start()
 
     feed = EpochFeed(spark, tmp_path / "native-input", SCHEMA)
-    native = step_by_step(functools.partial(start, feed.stream(), "native", {}), feed, EPOCHS)
+    with quick_checkpoints(spark):
+        native = step_by_step(functools.partial(start, feed.stream(), "native", {}), feed, EPOCHS)
     feed = EpochFeed(spark, tmp_path / "input", SCHEMA)
     start_ours = functools.partial(start, anabranch.stream(feed.stream()), "ours", oracle.options)
     ours = step_by_step(start_ours, feed, EPOCHS[:RESTART_AFTER])
@@ -216,10 +220,10 @@ def test_state_lives_and_timers_fire_by_the_time_of_day(spark: SparkSession, ora
     stream = anabranch.stream(feed.stream()).groupBy("k")
     fading = stream.transformWithStateInPandas(Fading(), "k string, seen string", "append", "processingTime")
     collector = Collector()
-    writer = fading.writeStream.outputMode("append").foreachBatch(collector).options(**oracle.options)
-    query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
     ticking = itertools.count(time.time_ns() // 1_000_000, 10)
-    query.use_clock(lambda: next(ticking))
+    writer = fading.writeStream.outputMode("append").foreachBatch(collector).options(**oracle.options)
+    writer = writer.clock(lambda: next(ticking))
+    query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
     try:
         for rows in ([("a", at(0), 1), ("b", at(0), 1)], [("a", at(0), 1)], [("c", at(0), 1)]):
             feed.add(rows)
@@ -241,6 +245,47 @@ def test_state_lives_and_timers_fire_by_the_time_of_day(spark: SparkSession, ora
     assert seen[2:] == [("a", "[[False, 0, 0], [True, 1, 1], [True, 1, 1]]"), ("c", nothing)]
     fired = Counter(row["k"] for row in told if row["seen"].startswith("timer"))
     assert (fired["a"], fired["b"]) == (2, 1)
+
+
+def wait_a_moment(key: Any, frames: Iterator[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    """Lets a key time out, which is told with what is known of it."""
+    rows = sum(len(frame) for frame in frames)
+    seen = (state.getOption or (0,))[0]
+    if state.hasTimedOut:
+        state.remove()
+    else:
+        state.update((seen + rows,))
+        state.setTimeoutDuration(100)
+    yield pd.DataFrame({"k": [key[0]], "seen": [seen], "out": [state.hasTimedOut]})
+
+
+def test_a_key_times_out_by_the_time_of_day_while_no_rows_come(
+    spark: SparkSession, oracle: Oracle, tmp_path: Path
+) -> None:
+    feed = EpochFeed(spark, tmp_path / "input", SCHEMA)
+    feed.add([("a", at(0), 1), ("a", at(0), 2), ("b", at(0), 3)])
+    waiting = (
+        anabranch.stream(feed.stream())
+        .groupBy("k")
+        .applyInPandasWithState(
+            wait_a_moment,
+            "k string, seen long, out boolean",
+            "n long",
+            "append",
+            GroupStateTimeout.ProcessingTimeTimeout,
+        )
+    )
+    collector = Collector()
+    writer = waiting.writeStream.outputMode("append").foreachBatch(collector).options(**oracle.options)
+    query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+    try:
+        wait_until(lambda: len(list(itertools.chain(*collector.epochs.values()))) == 4, "both keys have timed out")
+        query.processAllAvailable()
+        assert [query.state(1, variable).collect() for variable in ("state", "_timers")] == [[], []]
+    finally:
+        query.stop()
+    told = sorted(tuple(row) for row in itertools.chain(*collector.epochs.values()))
+    assert told == [("a", 0, False), ("a", 2, True), ("b", 0, False), ("b", 1, True)]
 
 
 def test_what_makes_no_sense_is_refused_when_the_query_is_built(spark: SparkSession, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from streams import EpochFeed, quick_checkpoints
 
 import anabranch
 from anabranch.core.errors import UnsupportedError
+from seeds import seeds
 from sidebyside import rows_of, side_by_side
 
 START = datetime(2026, 1, 1)
@@ -27,15 +28,20 @@ def at(seconds: float) -> datetime:
     return START + timedelta(seconds=seconds)
 
 
-def some_epochs() -> list[list[tuple[datetime | None, str | None, int]]]:
+Epochs = list[list[tuple[datetime | None, str | None, int]]]
+
+
+def some_epochs(seed: int) -> Epochs:
     """Times that rise by 20 s from epoch to epoch, with rows that are late, that just are not, and that repeat."""
-    chance = random.Random(7)
-    epochs = []
+    chance = random.Random(seed)
+    epochs: Epochs = []
     for number in range(5):
-        # After the restart none is so late that it matters whether an epoch without rows came before.
-        earliest = 20 * number - (0 if number == RESTART else 45)
         rows = [
-            (at(max(0, chance.randrange(earliest, 20 * number + 15))), chance.choice("abcd"), chance.randrange(4))
+            (
+                at(max(0, chance.randrange(20 * number - 45, 20 * number + 15))),
+                chance.choice("abcd"),
+                chance.randrange(4),
+            )
             for _ in range(25)
         ]
         epochs.append([*rows, *rows[:3], (at(20 * number + 14.5), None, 1), (None, "a", 1)])
@@ -43,13 +49,15 @@ def some_epochs() -> list[list[tuple[datetime | None, str | None, int]]]:
     return [*epochs, [(at(1000), "z", 1)], [(at(1001), "z", 2)]]
 
 
-EPOCHS = some_epochs()
+@pytest.fixture(scope="module", params=seeds(7))
+def epochs(request: pytest.FixtureRequest) -> Epochs:
+    return some_epochs(request.param)
 
 
 @pytest.fixture(scope="module")
-def feed(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> EpochFeed:
+def feed(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory, epochs: Epochs) -> EpochFeed:
     feed = EpochFeed(spark, tmp_path_factory.mktemp("windows") / "input", SCHEMA)
-    feed.add(*EPOCHS)
+    feed.add(*epochs)
     return feed
 
 
@@ -115,7 +123,7 @@ def counted(rows: Any) -> Any:
     ("query", "mode", "stages"), [(appended, "append", APPENDED), (counted, "update", {5: distinct_counted})]
 )
 def test_a_restart_changes_nothing_and_state_goes_with_the_watermark(
-    spark: SparkSession, oracle: Oracle, query: Query, mode: str, stages: dict[str | int, Query]
+    spark: SparkSession, oracle: Oracle, epochs: Epochs, query: Query, mode: str, stages: dict[str | int, Query]
 ) -> None:
     place = oracle.new_folder("restarted")
     some = EpochFeed(spark, place / "input", SCHEMA)
@@ -127,11 +135,11 @@ def test_a_restart_changes_nothing_and_state_goes_with_the_watermark(
 
     spark_writer = writer_of(some.stream(), native, "native")
     writer = writer_of(anabranch.stream(some.stream()), result, "ours").options(**oracle.options)
-    some.add(*EPOCHS[:RESTART])
+    some.add(*epochs[:RESTART])
     with quick_checkpoints(spark):
         drain(spark_writer)
     drain(writer)
-    some.add(*EPOCHS[RESTART:])
+    some.add(*epochs[RESTART:])
     with quick_checkpoints(spark):
         drain(spark_writer)
     running = writer.trigger(processingTime="0 seconds").start()

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -19,12 +20,19 @@ from pyspark.sql import SparkSession
 
 from anabranch import cli
 from anabranch.control import cluster, launcher
+from anabranch.control.openapi import description
 from anabranch.core.errors import SettingsError, UnsupportedError
 from anabranch.core.ids import WorkerId
+from anabranch.core.settings import DEFAULT_CONTROL_PORT
+from anabranch.wire.client import WorkerClient
+from anabranch.wire.messages import OpenJob, Request
+from described import assert_described
 from livequery import WAIT_S, LiveQuery, is_gone, wait_until, worker_process
 from redisserver import running_redis
 
 Run = Callable[..., tuple[int, str, str]]
+
+DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_CONTROL_PORT}"
 
 
 @pytest.fixture
@@ -209,7 +217,15 @@ def test_the_last_worker_stays_until_it_is_told_twice(live: LiveQuery) -> None:
 
 def test_a_worker_that_is_told_to_stop_takes_nobody_with_it(live: LiveQuery, monkeypatch: pytest.MonkeyPatch) -> None:
     """The heartbeat looks at the workers at any time, so also while key groups are handed out."""
+    announced_ms, call = [], WorkerClient.call
+
+    def note_heartbeat(client: WorkerClient, request: Request, *other: Any, **named: Any) -> Any:
+        announced_ms.extend([request.heartbeat_ms] if isinstance(request, OpenJob) else [])
+        return call(client, request, *other, **named)
+
+    monkeypatch.setattr(WorkerClient, "call", note_heartbeat)
     with live.running(workers=3, heartbeat=600) as query:
+        assert announced_ms == [600_000] * 3, "so long a worker that is to go waits for the next look at it"
         live.run(2)
         told = query.workers()[1]
         os.kill(told["pid"], signal.SIGTERM)
@@ -231,23 +247,63 @@ def test_a_worker_that_is_told_to_stop_takes_nobody_with_it(live: LiveQuery, mon
 # ------------------------------------------------------------------------------------------------------- over HTTP
 
 
-def test_capacity_is_added_with_one_get(live: LiveQuery) -> None:
+def test_capacity_is_added_with_one_get_and_again_while_that_still_waits(
+    live: LiveQuery, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with live.running(workers=1, parallelism=2) as query:
+        may_start, start = threading.Event(), launcher.EmbeddedWorkers.start
+
+        def start_later(*arguments: Any) -> Any:
+            assert may_start.wait(WAIT_S)
+            return start(*arguments)
+
+        monkeypatch.setattr(launcher.EmbeddedWorkers, "start", start_later)
         with live.flowing():
             status, begun = ask(query.url, "/scale?stage=3")
             assert (status, begun["workers"], begun["parallelism"]) == (200, 2, {"3": 3})
+            status, again = ask(query.url, "/scale?stage=3")
+            assert (status, again["workers"], again["parallelism"]) == (200, 3, {"3": 4})
+            status, other = ask(query.url, "/scale?stage=1")
+            assert (status, other["workers"], other["parallelism"]) == (200, 4, {"1": 3, "3": 4})
+            assert other["state"] == "waiting"
+            may_start.set()
             wait_until(lambda: ask(query.url, "/job")[1]["rescale"]["state"] == "done", "all state has moved")
             live.pass_epochs()
         stages = {stage["number"]: stage["parallelism"] for stage in ask(query.url, "/stages")[1] if stage["stateful"]}
-        assert stages == {1: 2, 3: 3}
-        assert [worker["state"] for worker in ask(query.url, "/workers")[1]] == ["serving", "serving"]
+        assert stages == {1: 3, 3: 4}
+        assert [worker["state"] for worker in ask(query.url, "/workers")[1]] == ["serving"] * 4
         assert sum(ask(query.url, "/route")[1]["keyGroups"].values()) == 1024
         (migration,) = ask(query.url, "/migrations")[1]
         assert migration["done"]
-        assert migration["joined"] == ["worker-2"]
+        assert sorted(migration["joined"]) == ["worker-2", "worker-3", "worker-4"]
         assert 0 < migration["groupsMoving"] < 1024
         assert [epoch["epoch"] for epoch in ask(query.url, "/epochs?limit=3")[1]] == sorted(live.epochs)[:-4:-1]
+        for begun_now in (begun, again, other):
+            assert_described("GET", "/scale", status, begun_now)
+        assert_answers_are_described(query)
         live.assert_exact()
+
+
+def assert_answers_are_described(query: Any) -> None:
+    """All that is read of a job, and what changes it without waiting for an epoch."""
+    for path in [path for path, item in description()["paths"].items() if "get" in item and path != "/scale"]:
+        assert_described("GET", path, *ask(query.url, path))
+    checkpoint = ask(query.url, "/job")[1]["checkpoint"]
+    assert (Path(checkpoint) / "commits").is_dir()
+    assert [stage["stateful"] for stage in ask(query.url, "/stages")[1]] == [False, True, False, True]
+    drained, workers = query.workers()[-1]["id"], len(query.workers())
+    for path, template, body in (
+        ("/rescale", "/rescale", {"workers": workers, "parallelism": 2}),
+        ("/scale", "/scale", {}),
+        (f"/workers/{drained}/drain", "/workers/{worker}/drain", {}),
+        ("/workers", "/workers", {"address": query.workers()[0]["address"]}),
+    ):
+        assert_described("POST", template, *ask(query.url, path, body))
+    assert_described("GET", "/workers", *ask(query.url, "/workers"))
+    last = query.last_rescale
+    assert last.wait(WAIT_S), last.progress()
+    assert_described("GET", "/migrations", *ask(query.url, "/migrations"))
+    assert len(query.workers()) == workers
 
 
 @pytest.mark.parametrize(
@@ -267,12 +323,13 @@ def test_capacity_is_added_with_one_get(live: LiveQuery) -> None:
             "8 workers are not possible: .* at most 4, as many as",
         ),
         ("/scale?stage=77", None, 400, "no stateful stage 77"),
-        ("/scale", None, 400, "stage"),
+        ("/scale", None, 400, "stage is missing"),
         ("/workers/worker-9/drain", {}, 400, "no worker 'worker-9' that could leave. Workers: worker-1"),
         ("/workers/worker-1/drain", {}, 400, "worker-1 is the last worker. Add another one first"),
         ("/workers", {"address": "here"}, 400, "address is 'here'; it must be host:port"),
         ("/workers", {"address": "127.0.0.1:9"}, 503, "127.0.0.1:9"),
         ("/nowhere", None, 404, "nowhere"),
+        ("/rescale", None, 405, "/rescale does not know GET. Use POST"),
     ],
 )
 def test_wrong_requests_are_refused_with_a_sentence(
@@ -281,6 +338,7 @@ def test_wrong_requests_are_refused_with_a_sentence(
     code, answer = ask(shared_query.query.url, path, body)
     assert code == status, answer
     assert_matches(message, answer["error"])
+    assert_described("POST", "/rescale", code, answer)  # errors are the same everywhere
 
 
 def assert_matches(pattern: str, text: str) -> None:
@@ -383,13 +441,24 @@ def test_without_a_port_of_their_own_queries_find_one_each(spark: SparkSession, 
     one, two = LiveQuery(spark, tmp_path / "one", "aggregate"), LiveQuery(spark, tmp_path / "two", "aggregate")
     default = {"workers": 1, "controlPort": None}
     with one.running(**default) as first, two.running(**default) as second:
-        assert first.url != second.url
+        assert first.url == DEFAULT_URL or is_taken(DEFAULT_CONTROL_PORT), "by a job of somebody else"
+        assert second.url not in (first.url, DEFAULT_URL)
         for live in (one, two):
             live.run()
             assert ask(live.query.url, "/job")[1]["id"] == live.query.id
     with one.running(workers=1, controlPort=-1) as query:
         assert query.url is None
         one.rescale(workers=2)
+
+
+def is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+        return False
 
 
 def worker_pids() -> set[int]:
@@ -413,7 +482,8 @@ def test_a_running_query_is_controlled_from_a_terminal(live: LiveQuery, run: Run
             live.pass_epochs()
             code, out, err = run("status", *where)
             assert (code, err) == (0, "")
-            assert f"Job {query.id}: epoch" in out
+            job = f"Job {query.id} with the checkpoint {live.places.checkpoint}"
+            assert f"{job}: epoch" in out
             assert "1 worker, route version 0" in out
             code, out, _ = run("scale", "--wait", "--json", *where)
             assert (code, json.loads(out)["state"], len(query.workers())) == (0, "done", 2)
@@ -435,7 +505,7 @@ def test_a_running_query_is_controlled_from_a_terminal(live: LiveQuery, run: Run
             assert "There is no stateful stage 'clicks'" in err
         live.assert_exact()
         code, out, _ = run("stop", *where)
-        assert (code, out) == (0, "The job stops after the epoch that is running.\n")
+        assert (code, out) == (0, f"{job}: stops after the epoch that is running.\n")
         assert query.awaitTermination(60)
         code, _, err = run("status", *where)
         assert code == 1
