@@ -14,12 +14,16 @@ from anabranch.engine.loop import EpochLoop
 
 #: How an error of ours that a task raised begins within Spark's report of it, and what comes after its message.
 _TASK_ERROR = re.compile(r"anabranch\.core\.errors\.(\w+): ")
+#: What Spark says where it finds another query's entry in its log of offsets or commits.
+_ANOTHER_QUERY = "CONCURRENT_STREAM_LOG_UPDATE"
 _END_OF_MESSAGE = re.compile(r"\s+SQLSTATE: |\n\tat |\n=== |\n\nDuring handling of |\n\nThe above exception was ")
 
 
 def explained(loop: EpochLoop, error: Exception) -> Exception:
     """The error as Anabranch raised it; Spark's own wraps it in stack traces."""
     ours = loop.error if isinstance(loop.error, AnabranchError) else _raised_in_task(str(error))
+    if ours is None and _ANOTHER_QUERY in str(error):
+        ours = loop.fenced()
     if ours is None:
         return error
     kind: Any = type(ours)

@@ -154,6 +154,16 @@ class Coordinator:
         except AnabranchError as error:
             logger.info("epoch %d aborted: %s", epoch, error)
 
+    def fenced(self) -> FencedError | None:
+        """That a newer driver has taken over the job, if it has, as far as that can be told."""
+        try:
+            check_generation(self._claimed.storage, self._claimed.generation)
+        except FencedError as error:
+            return error
+        except AnabranchError as error:
+            logger.info("whether a newer driver has taken over is not known: %s", error)
+        return None
+
     def recover(self, epoch: int) -> bool:
         """After a failed run: bring lost workers' key groups to others. False if no worker is to blame.
 

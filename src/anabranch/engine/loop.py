@@ -66,6 +66,9 @@ class Coordinator(Protocol):
         The state may be that of an older epoch then: the committed ones after it have to be run again.
         """
 
+    def fenced(self) -> FencedError | None:
+        """That a newer driver has taken over the job, if it has. Never raises."""
+
     @property
     def committed_epoch(self) -> int:
         """The newest epoch that is part of the state."""
@@ -178,6 +181,9 @@ class EpochLoop:
                 self._coordinator.abort(epoch)
                 if isinstance(error, FencedError | _InterruptedBySparkError):
                     raise
+                # A newer driver clears away what this one was writing, which then fails in any way at all.
+                if (fenced := self._coordinator.fenced()) is not None:
+                    raise fenced from error
                 # A task may have failed to reach a worker that is well again by now.
                 if not left or not (self._coordinator.recover(epoch) or _LOST in f"{type(error).__name__}: {error}"):
                     raise
@@ -243,6 +249,10 @@ class EpochLoop:
         times = {"durationMs": clock.laps_ms, "watermarkMs": task_epoch.watermark_ms}
         self.reports.append((epoch, {**figures, **late_rows, **times}))
         logger.info("epoch %d committed: %s", epoch, clock.laps_ms)
+
+    def fenced(self) -> FencedError | None:
+        """That a newer driver has taken over the job, if it has."""
+        return self._coordinator.fenced()
 
     def wish(self) -> None:
         """Let an epoch run though no rows come, if any stage has something to do in it."""

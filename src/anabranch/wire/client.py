@@ -34,7 +34,10 @@ class WorkerClient:
         self.address = address
         self._token = token
         self._timeout_s = timeout_s
-        self._flight = flight.FlightClient(f"grpc://{address}")
+        self._flight = self._connect()
+
+    def _connect(self) -> flight.FlightClient:
+        return flight.FlightClient(f"grpc://{self.address}")
 
     def call(
         self,
@@ -78,6 +81,9 @@ class WorkerClient:
             )
         # Nobody cancels a call here: it was cut off by the worker's end.
         if isinstance(error, flight.FlightUnavailableError | flight.FlightCancelledError):
+            # A channel that has failed to connect refuses calls for up to two minutes without trying; by then another
+            # worker may have the address. Calls that others make on the old channel end by themselves.
+            self._flight = self._connect()
             return LostWorkerError(
                 f"The state worker at {self.address} cannot be reached. See whether its process runs and whether the "
                 "address is right. A running query goes on without it; one that has ended resumes from its checkpoint."

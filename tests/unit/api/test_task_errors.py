@@ -1,9 +1,12 @@
 """Errors of ours come back from tasks as what they are, out of whatever Spark wraps around them."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from anabranch.api.failures import _raised_in_task
-from anabranch.core.errors import AnabranchError, EpochError, LostWorkerError, WorkerError
+from anabranch.api.failures import _raised_in_task, explained
+from anabranch.core.errors import AnabranchError, EpochError, FencedError, LostWorkerError, WorkerError
 
 REPORT = """[STREAM_FAILED] Query [id = 1] terminated with exception: [FOREACH_BATCH_USER_FUNCTION_ERROR] An error
   File "tasks.py", line 40, in run_task
@@ -54,3 +57,16 @@ def test_of_several_errors_the_last_counts() -> None:
 )
 def test_other_errors_are_left_as_they_are(error: str) -> None:
     assert _raised_in_task(REPORT.format(error=error)) is None
+
+
+def test_what_spark_finds_of_another_query_is_put_down_to_the_newer_driver() -> None:
+    fenced = FencedError("A newer driver has taken over the job.")
+    loop: Any = SimpleNamespace(error=None, fenced=lambda: fenced)
+    another = RuntimeError("[CONCURRENT_STREAM_LOG_UPDATE] Concurrent update to the log.")
+    assert isinstance(explained(loop, another), FencedError)
+    assert str(explained(loop, another)) == str(fenced)
+    loop.fenced = lambda: None
+    assert explained(loop, another) is another
+    loop.fenced = lambda: fenced
+    other = RuntimeError("The disk is full.")
+    assert explained(loop, other) is other

@@ -99,6 +99,7 @@ class Control:
     gaps: list[Mapping[int, frozenset[int]]] = field(default_factory=list)
     #: What `recover` answers, one after another; then no worker is to blame.
     recoveries: list[bool] = field(default_factory=list)
+    newer_driver: FencedError | None = None
 
     committed_epoch: int = -1
     durable_epoch: int = 1_000
@@ -120,6 +121,9 @@ class Control:
 
     def abort(self, epoch: int) -> None:
         self.journal.append(f"abort {epoch}")
+
+    def fenced(self) -> FencedError | None:
+        return self.newer_driver
 
     def recover(self, epoch: int) -> bool:
         del epoch
@@ -365,3 +369,16 @@ def test_an_epoch_does_not_run_again_for_ever_nor_after_a_newer_driver_took_over
             run(loop, control)
         assert control.journal.count("begin 0") == (5 if len(errors) > 1 else 1)
         assert "commit 0" not in control.journal
+
+
+def test_whatever_fails_after_a_newer_driver_took_over_is_put_down_to_that() -> None:
+    """It clears away what this one was writing."""
+    missing = FileNotFoundError("part-0 is gone")
+    loop, control = make(errors=[missing])
+    control.recoveries = [True]
+    control.newer_driver = FencedError("A newer driver has taken over.")
+    with pytest.raises(FencedError) as caught:
+        run(loop, control)
+    assert caught.value.__cause__ is missing
+    assert loop.error is control.newer_driver
+    assert control.journal.count("begin 0") == 1

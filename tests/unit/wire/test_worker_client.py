@@ -13,12 +13,14 @@ from anabranch.wire.client import Connections, WorkerClient, encode_error
 from anabranch.wire.frames import pack, unpack
 from anabranch.wire.messages import Health, Scan
 
+SCAN = Scan(job="j", generation=1, epoch=2, stage=3, variable="v")
+
 
 class Worker(flight.FlightServerBase):
     """A worker that does as it is told."""
 
-    def __init__(self) -> None:
-        super().__init__("grpc://127.0.0.1:0")
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(f"grpc://127.0.0.1:{port}")
         self.seen: list[tuple[str, dict[str, Any]]] = []
         self.error: Exception | None = None
         #: Set: answers come at once.
@@ -99,6 +101,20 @@ def test_a_worker_that_is_gone_is_lost(worker: Worker, client: WorkerClient) -> 
         client.call(Health())
 
 
+def test_a_worker_that_takes_the_place_of_one_that_is_gone_is_reached_at_once(
+    worker: Worker, client: WorkerClient
+) -> None:
+    worker.shutdown()
+    for _ in range(3):
+        with pytest.raises(LostWorkerError):
+            client.call(Health())
+        with pytest.raises(LostWorkerError):
+            list(client.stream(SCAN))
+    with Worker(worker.port) as another:
+        client.call(Health())
+        assert [kind for kind, _ in another.seen] == ["health"]
+
+
 def test_a_worker_that_ends_while_it_is_asked_is_lost(worker: Worker, client: WorkerClient) -> None:
     worker.error = flight.FlightCancelledError("CANCELLED")
     with pytest.raises(LostWorkerError, match=f"{client.address} cannot be reached.*resumes from its checkpoint"):
@@ -106,12 +122,11 @@ def test_a_worker_that_ends_while_it_is_asked_is_lost(worker: Worker, client: Wo
 
 
 def test_a_stream_gives_batches_and_then_the_error(worker: Worker, client: WorkerClient) -> None:
-    request = Scan(job="j", generation=1, epoch=2, stage=3, variable="v")
-    assert [batch.num_rows for batch in client.stream(request)] == [2]
+    assert [batch.num_rows for batch in client.stream(SCAN)] == [2]
     assert b'"kind": "scan"' in worker.seen[-1][1]["text"]
     worker.error = flight.FlightServerError(encode_error(EpochError("Epoch 2 is gone. Ask for a newer one.")))
     with pytest.raises(EpochError, match="Ask for a newer one"):
-        list(client.stream(request))
+        list(client.stream(SCAN))
 
 
 def test_connections_are_reused_until_they_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
