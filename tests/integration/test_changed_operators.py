@@ -101,16 +101,6 @@ def test_another_operator_is_refused_by_name(
     create_or_check(silent, changed)
 
 
-def test_a_call_that_is_added_goes_into_the_stage_that_it_leads_to(rows: Any, tmp_path: Path) -> None:
-    storage = Storage(str(tmp_path))
-    before = job_of(rows, lambda rows: rows.filter("k > 0").groupBy("k").count())
-    create_or_check(storage, before)
-    with pytest.raises(CheckpointError, match=r"call \.stage\('stage2'\) before them"):
-        create_or_check(storage, job_of(rows, lambda rows: rows.filter("k > 0").filter("k > 1").groupBy("k").count()))
-    now = job_of(rows, lambda rows: rows.filter("k > 0").stage("stage2").filter("k > 1").groupBy("k").count())
-    assert create_or_check(storage, now).stages == before.stages
-
-
 @pytest.mark.parametrize(
     ("before", "now"),
     [(processed("none"), in_pandas), (grouped("NoTimeout"), grouped("EventTimeTimeout"))],

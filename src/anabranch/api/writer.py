@@ -7,15 +7,18 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 
 from anabranch.api.late import LateTarget, choose_late_rows
-from anabranch.api.locations import TemporaryFolder
+from anabranch.api.locations import TemporaryFolder, qualified
 from anabranch.api.query import StreamQuery
 from anabranch.api.settings import is_setting, resolve_settings
 from anabranch.api.sinks import TablePlace, choose_sink
 from anabranch.api.start import start_query
-from anabranch.core.errors import SettingsError, UnsupportedError
+from anabranch.checkpoint.comparison import former_places
+from anabranch.checkpoint.job import stages_of
+from anabranch.checkpoint.storage import Storage
+from anabranch.core.errors import CheckpointError, SettingsError, UnsupportedError
 from anabranch.core.settings import Settings
 from anabranch.engine.loop import wall_clock_ms
 from anabranch.engine.sinks import foreach_function
@@ -179,6 +182,8 @@ class StreamWriter:
         settings = resolve_settings(spark, self._options)
         plain = {name: value for name, value in self._options.items() if not is_setting(name)}
         checkpoint = _take(plain, "checkpointLocation") or self._default_checkpoint(settings, table)
+        place = checkpoint if isinstance(checkpoint, str) else checkpoint.path
+        pipeline = _as_in_checkpoint(self._pipeline, spark, place, settings)
         sink, description = choose_sink(
             self._sample,
             format=self._format,
@@ -193,16 +198,16 @@ class StreamWriter:
         late = None
         if self._late is not None:
             late = choose_late_rows(
-                self._pipeline,
+                pipeline,
                 self._late,
                 mode=self._mode,
                 sink=sink,
-                checkpoint=checkpoint if isinstance(checkpoint, str) else checkpoint.path,
+                checkpoint=place,
                 savepoint=settings.savepoint,
             )
             description = f"{description}; {self._late}"
         return start_query(
-            self._pipeline,
+            pipeline,
             self._sample,
             sink,
             description,
@@ -228,6 +233,16 @@ class StreamWriter:
         raise MissingCheckpointError(
             "The query needs a checkpoint, where its state is kept safe. Set option('checkpointLocation', directory)."
         )
+
+
+def _as_in_checkpoint(pipeline: Pipeline, spark: SparkSession, checkpoint: str, settings: Settings) -> Pipeline:
+    """Calls before a stateful stage may come and go: its state stays under the number that it had at first."""
+    location = qualified(spark, checkpoint, what="The checkpoint", error=CheckpointError)
+    stored = stages_of(Storage(settings.state_location or location))
+    if not stored and settings.savepoint:
+        stored = stages_of(Storage(settings.savepoint))
+    places = former_places(stored, [stage.spec for stage in pipeline.stateful_stages])
+    return pipeline if places is None else pipeline.with_former_places(places)
 
 
 def _take(options: dict[str, str], wanted: str) -> str | None:

@@ -53,7 +53,8 @@ def read_changes(storage: Storage, file: ChangeFile, layout: Layout, groups: Col
         changes = _decode(content, groups)
         # Everything but the values tells what a change is about, and is never another.
         about = len(layout.changes) - len(layout.value)
-        return to_layout(changes, layout.changes, storage.full_path(file.path), fixed_columns=about)
+        path = storage.full_path(file.path)
+        return to_layout(changes, layout.changes, path, fixed_columns=about, dropped=layout.dropped)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(storage, file, str(error)) from error
 

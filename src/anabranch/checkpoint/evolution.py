@@ -1,15 +1,16 @@
 """Schema evolution: which changes of its fields a state variable survives, and old columns in the types of today.
 
 Fields are matched by name. They may be added, if they may be null, be put in another order, and get a wider type that
-holds every old value exactly; the same inside structs, arrays and the values of maps. Each of these steps can follow
-any other, so a file of any age is brought to the layout of today in one step.
+holds every old value exactly; the same inside structs, arrays and the values of maps. Whole fields of a variable may be
+dropped, if the query wants that. Each of these steps can follow any other, so a file of any age is brought to the
+layout of today in one step.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -52,12 +53,29 @@ def obstacles(before: Iterable[pa.Field], now: Iterable[pa.Field], *, fill: bool
     return _field_obstacles("", before, now, fill)
 
 
-def to_layout(table: pa.Table, target: pa.Schema, path_for_errors: str, *, fixed_columns: int = 0) -> pa.Table:
+def droppable(before: Iterable[pa.Field], now: Iterable[pa.Field]) -> list[pa.Field]:
+    """The fields that are gone and may be: others do not depend on what they mean."""
+    kept = _numbered(now)
+    return [
+        field for name, field in _numbered(before).items() if name not in kept and MEANING not in (field.metadata or {})
+    ]
+
+
+def to_layout(
+    table: pa.Table,
+    target: pa.Schema,
+    path_for_errors: str,
+    *,
+    fixed_columns: int = 0,
+    dropped: Collection[str] = (),
+) -> pa.Table:
     """The table with the columns of ``target``, found by name: those that it lacks are null, and widened ones are cast.
 
-    The first ``fixed_columns``, such as the key, have to be there, in their place, as they are. What may be null is
-    not looked at: the values of a change that clears or deletes are, whatever the type of the state says.
+    Those that were ``dropped`` may be there, and are left out. The first ``fixed_columns``, such as the key, have to be
+    there, in their place, as they are. What may be null is not looked at: the values of a change that clears or deletes
+    are, whatever the type of the state says.
     """
+    table = table.drop_columns([name for name in table.column_names[fixed_columns:] if name in dropped])
     fixed = [schema_in_words(pa.schema(list(schema)[:fixed_columns])) for schema in (table.schema, target)]
     if fixed[0] != fixed[1]:
         raise _misfit(path_for_errors, f"its first columns are {fixed[0]} instead of {fixed[1]}")

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import pyarrow as pa
-
 from anabranch.checkpoint import documents, evolution, paths
-from anabranch.checkpoint.ddl import schema_in_words
+from anabranch.checkpoint.comparison import differences
 from anabranch.checkpoint.generations import check_generation
+from anabranch.checkpoint.shapes import Shape
 from anabranch.checkpoint.sparklog import has_offsets, last_committed_epoch
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, UnsupportedError
 from anabranch.core.ids import Generation, JobId
-from anabranch.core.schemas import OPERATOR, Layout, StageSpec, VariableKind, VariableSpec
+from anabranch.core.schemas import StageSpec
 
 _T = TypeVar("_T")
 
@@ -39,27 +38,6 @@ class JobDescription:
     job_id: JobId
     key_groups: int
     stages: tuple[StageSpec, ...]
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The state of a job from one generation on."""
-
-    stages: tuple[StageSpec, ...]
-    #: For each stage the state variables that it once had, as they were last: files of them may be there still.
-    removed: tuple[StageSpec, ...] = ()
-    #: By stage and name, the generation that deleted a state variable last: of older ones, it has no state any more.
-    deleted: Mapping[tuple[int, str], Generation] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "stages": [stage.to_json() for stage in self.stages],
-            "removed": [stage.to_json() for stage in self.removed],
-            "deleted": [
-                {"stage": stage, "variable": variable, "generation": generation}
-                for (stage, variable), generation in sorted(self.deleted.items())
-            ],
-        }
 
 
 def create_or_check(storage: Storage, wanted: JobDescription, spark: Storage | None = None) -> JobDescription:
@@ -92,8 +70,10 @@ def create_or_check(storage: Storage, wanted: JobDescription, spark: Storage | N
             return wanted
         raw = storage.read(paths.JOB)
     stored = _decode(storage, raw)
-    _check(storage, stored, _binding_shape(storage, stored, spark), wanted)
-    return replace(wanted, format_version=stored.format_version, job_id=stored.job_id)
+    binding = _binding_shape(storage, stored, spark)
+    _check(storage, stored, binding, wanted)
+    stages = binding.remembered_by(wanted.stages)
+    return replace(wanted, format_version=stored.format_version, job_id=stored.job_id, stages=stages)
 
 
 def save_shape(storage: Storage, job: JobDescription, generation: Generation, spark: Storage | None = None) -> bool:
@@ -107,7 +87,7 @@ def save_shape(storage: Storage, job: JobDescription, generation: Generation, sp
     stored = _decode(storage, storage.read(paths.JOB))
     binding = _binding_shape(storage, stored, spark)
     _check(storage, stored, binding, job)
-    shape = _Shape(job.stages, tuple(_removed(binding, job.stages)), _deleted(binding, job.stages, generation))
+    shape = binding.followed_by(job.stages, generation)
     if shape.to_json() == _newest_shape(storage, stored).to_json():
         return False
     storage.write(evolution.shape_file(generation), documents.encode({"generation": generation, **shape.to_json()}))
@@ -127,17 +107,22 @@ def read_job(storage: Storage) -> JobDescription:
     return replace(stored, stages=_newest_shape(storage, stored).stages)
 
 
+def stages_of(storage: Storage) -> tuple[StageSpec, ...]:
+    """The stateful stages of a checkpoint's job, as they were last; none if no job uses it yet."""
+    return () if storage.read_if_present(paths.JOB) is None else read_job(storage).stages
+
+
 def deleted_variables(storage: Storage) -> Mapping[tuple[int, str], Generation]:
     """By the number of the stage and by name, the generation that deleted a state variable last."""
     generations = _shape_generations(storage)
     return _read_shape(storage, generations[-1]).deleted if generations else {}
 
 
-def _newest_shape(storage: Storage, stored: JobDescription) -> _Shape:
+def _newest_shape(storage: Storage, stored: JobDescription) -> Shape:
     return _latest_shape(storage, stored, _shape_generations(storage))
 
 
-def _binding_shape(storage: Storage, stored: JobDescription, spark: Storage | None) -> _Shape:
+def _binding_shape(storage: Storage, stored: JobDescription, spark: Storage | None) -> Shape:
     """The newest shape that an epoch was committed under; the newest of all if there are no epochs to go by."""
     committed = last_committed_epoch(storage if spark is None else spark)
     manifests = (paths.manifest_of(name) for name in storage.list_names(paths.MANIFESTS))
@@ -153,59 +138,19 @@ def _shape_generations(storage: Storage) -> list[Generation]:
     return sorted(generation for generation in found if generation is not None)
 
 
-def _latest_shape(storage: Storage, stored: JobDescription, generations: list[Generation]) -> _Shape:
+def _latest_shape(storage: Storage, stored: JobDescription, generations: list[Generation]) -> Shape:
     if not generations:
-        return _Shape(stored.stages)
+        return Shape(stored.stages)
     return _read_shape(storage, generations[-1])
 
 
-def _read_shape(storage: Storage, generation: Generation) -> _Shape:
+def _read_shape(storage: Storage, generation: Generation) -> Shape:
     path = evolution.shape_file(generation)
     content = documents.decode(storage, path, storage.read(path))
 
-    def shape() -> _Shape:
-        stages, removed = ([StageSpec.from_json(stage) for stage in content[part]] for part in ("stages", "removed"))
-        # Not in what older versions wrote.
-        deleted = {
-            (int(each["stage"]), str(each["variable"])): Generation(each["generation"])
-            for each in content.get("deleted", ())
-        }
-        return _Shape(tuple(stages), tuple(removed), deleted)
-
     if content.get("generation") != generation:
         raise documents.unexpected(storage, path, f"it is of generation {content.get('generation')}")
-    return _expected(storage, path, shape)
-
-
-def _removed(binding: _Shape, stages: tuple[StageSpec, ...]) -> Iterator[StageSpec]:
-    """What the checkpoint knows and the query has no longer."""
-    known = _known_variables(binding)
-    for stage in stages:
-        kept = {variable.name for variable in stage.variables}
-        gone = tuple(variable for name, variable in known.get(stage.number, {}).items() if name not in kept)
-        if gone:
-            yield replace(stage, variables=gone)
-
-
-def _deleted(
-    binding: _Shape, stages: tuple[StageSpec, ...], generation: Generation
-) -> Mapping[tuple[int, str], Generation]:
-    """What was deleted before, and what this generation is the first to delete, if there can be anything of it."""
-    known, before = _known_variables(binding), {stage.number: stage.deleted for stage in binding.stages}
-    deleted = dict(binding.deleted)
-    for stage in stages:
-        for name in stage.deleted:
-            if name in known.get(stage.number, {}) and name not in before.get(stage.number, ()):
-                deleted[stage.number, name] = generation
-    return deleted
-
-
-def _known_variables(shape: _Shape) -> dict[int, dict[str, VariableSpec]]:
-    """By the number of the stage and by name, each state variable that files may be of, as it was last."""
-    known: dict[int, dict[str, VariableSpec]] = {}
-    for stage in (*shape.stages, *shape.removed):
-        known.setdefault(stage.number, {}).update({variable.name: variable for variable in stage.variables})
-    return known
+    return _expected(storage, path, lambda: Shape.from_json(content))
 
 
 def _encode(job: JobDescription) -> bytes:
@@ -238,10 +183,17 @@ def _expected(storage: Storage, path: str, make: Callable[[], _T]) -> _T:
         raise documents.unexpected(storage, path, repr(error)) from error
 
 
-def _check(storage: Storage, stored: JobDescription, binding: _Shape, wanted: JobDescription) -> None:
-    differences = list(_differences(stored.key_groups, binding, wanted))
-    if differences:
-        raise CheckpointError(_refusal(storage, differences))
+def _check(storage: Storage, stored: JobDescription, binding: Shape, wanted: JobDescription) -> None:
+    found = list(differences(binding, wanted.stages))
+    if stored.key_groups != wanted.key_groups:
+        found.insert(
+            0,
+            f"anabranch.keyGroups is {stored.key_groups} in the checkpoint and {wanted.key_groups} in this query. "
+            f"anabranch.keyGroups is fixed when a job first starts: set it back to {stored.key_groups} or use a new "
+            f"checkpoint",
+        )
+    if found:
+        raise CheckpointError(_refusal(storage, found))
 
 
 def _refusal(storage: Storage, differences: list[str]) -> str:
@@ -249,121 +201,6 @@ def _refusal(storage: Storage, differences: list[str]) -> str:
         return f"The checkpoint {storage.location} does not fit this query: {differences[0]}."
     lines = "".join(f"\n  - {difference}" for difference in differences)
     return f"The checkpoint {storage.location} does not fit this query:{lines}"
-
-
-def _differences(key_groups: int, stored: _Shape, wanted: JobDescription) -> Iterator[str]:
-    """What evolution does not allow, both sides of it."""
-    if key_groups != wanted.key_groups:
-        yield (
-            f"anabranch.keyGroups is {key_groups} in the checkpoint and {wanted.key_groups} in this query. "
-            f"anabranch.keyGroups is fixed when a job first starts: set it back to {key_groups} or use a new checkpoint"
-        )
-    shifted = list(_shifted(stored.stages, wanted.stages))
-    if shifted:
-        yield from shifted
-        return
-    known = _known_variables(stored)
-    stored_stages = {stage.number: stage for stage in stored.stages}
-    wanted_stages = {stage.number: stage for stage in wanted.stages}
-    for number in sorted(stored_stages.keys() | wanted_stages.keys()):
-        if number not in wanted_stages:
-            yield (
-                f"the checkpoint has the stateful stage {_stage_in_words(stored_stages[number])}, and this query does "
-                f"not. It is a checkpoint of another job: set the checkpoint of this one, or a new one"
-            )
-        elif number not in stored_stages:
-            yield (
-                f"this query has the stateful stage {_stage_in_words(wanted_stages[number])}, and the checkpoint does "
-                f"not. It is a checkpoint of another job: set the checkpoint of this one, or a new one"
-            )
-        else:
-            yield from _stage_differences(stored_stages[number], wanted_stages[number], known[number])
-
-
-def _shifted(stored: tuple[StageSpec, ...], wanted: tuple[StageSpec, ...]) -> Iterator[str]:
-    """Stages that are the same but for their numbers: those follow from how many calls come before."""
-    pairs = list(zip(stored, wanted, strict=False))
-    if len(stored) != len(wanted) or any(_in_essence(one) != _in_essence(other) for one, other in pairs):
-        return
-    for before, now in pairs:
-        if before.number < now.number:
-            yield (
-                f"the stateful stage {now.name} is number {now.number} of this query, and in the checkpoint it is "
-                f"{before.name}, number {before.number}: calls before it were added, each a stage of its own. Put them "
-                f"into the stage that they lead to: call .stage({before.name!r}) before them"
-            )
-        elif before.number > now.number:
-            yield (
-                f"the stateful stage {now.name} is number {now.number} of this query, and in the checkpoint it is "
-                f"{before.name}, number {before.number}: calls before it were removed, each a stage of its own. Leave "
-                f"calls that change nothing in their place, such as .filter('true'), or use a new checkpoint"
-            )
-
-
-def _in_essence(stage: StageSpec) -> tuple[str, frozenset[str], str]:
-    """What tells stages apart, whatever their numbers and names."""
-    names = frozenset(variable.name for variable in stage.variables)
-    return schema_in_words(stage.key), names, stage.traits.get(OPERATOR, "")
-
-
-def _stage_differences(stored: StageSpec, wanted: StageSpec, known: Mapping[str, VariableSpec]) -> Iterator[str]:
-    if stored.name != wanted.name:
-        yield (
-            f"stage {stored.number} is called {stored.name} in the checkpoint and {wanted.name} in this query. Change "
-            f"the name back or use a new checkpoint"
-        )
-    if schema_in_words(stored.key) != schema_in_words(wanted.key):
-        yield (
-            f"the key of {stored.name} is {schema_in_words(stored.key)} in the checkpoint and "
-            f"{schema_in_words(wanted.key)} in this query. A key cannot change, as the place of its state depends on "
-            f"it. Change the key back or use a new checkpoint"
-        )
-    for trait, was in stored.traits.items():
-        # What only one side knows was written by another version of Anabranch.
-        if (now := wanted.traits.get(trait, was)) != was:
-            yield (
-                f"the {trait} of {stored.name} is {was} in the checkpoint and {now} in this query. It decides what the "
-                f"state means. Change it back or use a new checkpoint"
-            )
-    for variable in wanted.variables:
-        # New state variables start empty, and those that the query has no longer rest in the checkpoint.
-        before = known.get(variable.name)
-        reasons = [] if before is None else list(_variable_obstacles(stored.key, before, variable))
-        if before is not None and reasons:
-            yield (
-                f"the state variable {variable.name} of {stored.name} is {_variable_in_words(before)} in the "
-                f"checkpoint and {_variable_in_words(variable)} in this query: {', '.join(reasons)}. Change it back, "
-                f"give the state variable a new name, under which it starts empty, or use a new checkpoint"
-            )
-
-
-def _variable_obstacles(key: pa.Schema, before: VariableSpec, now: VariableSpec) -> Iterator[str]:
-    if before.kind is not now.kind:
-        yield f"a {before.kind} cannot become a {now.kind}"
-        return
-    if schema_in_words(before.map_key) != schema_in_words(now.map_key):
-        yield "the key of a map cannot change"
-        return
-    yield from (f"field {obstacle}" for obstacle in evolution.obstacles(before.value, now.value))
-    columns = _columns(key, now)
-    for name, column in _columns(key, before).items():
-        if name in columns and columns[name] != column:
-            yield f"field {name} is the column {column} of files, which would now be called {columns[name]}"
-
-
-def _columns(key: pa.Schema, variable: VariableSpec) -> dict[str, str]:
-    """Under which name each value field is in files: another than its own, if the key has a field of its name."""
-    return dict(zip(variable.value.names, Layout(key, variable).value.names, strict=True))
-
-
-def _stage_in_words(stage: StageSpec) -> str:
-    return f"{stage.name} with the key {schema_in_words(stage.key)}"
-
-
-def _variable_in_words(variable: VariableSpec) -> str:
-    if variable.kind is VariableKind.MAP:
-        return f"a map from {schema_in_words(variable.map_key)} to {schema_in_words(variable.value)}"
-    return f"a {variable.kind} of {schema_in_words(variable.value)}"
 
 
 def _check_names(stages: tuple[StageSpec, ...]) -> None:

@@ -143,7 +143,8 @@ def read_snapshot_rows(
             raise _damaged(storage, file, "its checksum is not the one in the document of the snapshot")
         # Key and sub-key tell what a row is about, and are never others.
         about = len(layout.rows) - len(layout.value)
-        return to_layout(_decode(content, groups), layout.rows, storage.full_path(file.path), fixed_columns=about)
+        path = storage.full_path(file.path)
+        return to_layout(_decode(content, groups), layout.rows, path, fixed_columns=about, dropped=layout.dropped)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(storage, file, str(error)) from error
 

@@ -287,7 +287,8 @@ def _content_problem(storage: Storage, content: pa.Buffer, file: DataFile, job: 
         if layout is not None:
             target = layout.rows if isinstance(file, SnapshotFile) else layout.changes
             fixed = len(target) - len(layout.value)
-            to_layout(table.remove_column(0), target, storage.full_path(file.path), fixed_columns=fixed)
+            path = storage.full_path(file.path)
+            to_layout(table.remove_column(0), target, path, fixed_columns=fixed, dropped=layout.dropped)
         if not table.num_rows:
             continue
         reason = _rows_problem(table, file, job, previous)

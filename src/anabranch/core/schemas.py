@@ -32,6 +32,10 @@ MEANING = b"anabranch.meaning"
 OPERATOR, JOIN_TYPE, TIME_MODE, OUTPUT_MODE = "operator", "join type", "time mode", "output mode"
 
 
+#: The operator of a StatefulProcessor, whatever the form of its rows.
+PROCESSOR = "transformWithState"
+
+
 class Op:
     """What one row of a change does. Of one key, the CLEAR comes before everything else."""
 
@@ -58,6 +62,13 @@ class VariableSpec:
     value: pa.Schema
     #: The fields of the map key; empty unless kind is MAP.
     map_key: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    #: Value fields that it once had: files may have them still.
+    dropped: pa.Schema = field(default_factory=lambda: pa.schema([]))
+
+    @property
+    def whole(self) -> VariableSpec:
+        """With all value fields that files may have."""
+        return replace(self, value=pa.schema([*self.value, *self.dropped]), dropped=pa.schema([]))
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,9 @@ class StageSpec:
     traits: Mapping[str, str] = field(default_factory=dict, hash=False)
     #: State variables that it asks to be deleted, if there is anything of them.
     deleted: tuple[str, ...] = ()
+    #: Whether fields that its state variables have in a checkpoint may be gone, with their values. A wish of the query,
+    #: and no part of what the state is.
+    may_drop_fields: bool = field(default=False, compare=False)
 
     @cached_property
     def layouts(self) -> Mapping[str, Layout]:
@@ -95,6 +109,7 @@ class StageSpec:
                     "kind": str(variable.kind),
                     "map_key": _encode_schema(variable.map_key),
                     "value": _encode_schema(variable.value),
+                    "dropped": _encode_schema(variable.dropped),
                 }
                 for variable in self.variables
             ],
@@ -106,7 +121,7 @@ class StageSpec:
             number=StageNumber(document["number"]),
             name=document["name"],
             key=_decode_schema(document["key"]),
-            # Neither is in what older versions wrote.
+            # What older versions did not write has defaults.
             traits={str(name): str(value) for name, value in document.get("traits", {}).items()},
             deleted=tuple(document.get("deleted", ())),
             variables=tuple(
@@ -115,6 +130,7 @@ class StageSpec:
                     kind=VariableKind(variable["kind"]),
                     map_key=_decode_schema(variable["map_key"]),
                     value=_decode_schema(variable["value"]),
+                    dropped=_decode_schema(variable["dropped"]) if "dropped" in variable else pa.schema([]),
                 )
                 for variable in document["variables"]
             ),
@@ -145,6 +161,11 @@ class Layout:
     @cached_property
     def value(self) -> pa.Schema:
         return _renamed(self.variable.value, prefix="value.", taken=[*self.key_names, *self.subkey.names])
+
+    @cached_property
+    def dropped(self) -> frozenset[str]:
+        """Columns that only old files have."""
+        return frozenset(Layout(self.key, self.variable.whole).value.names) - frozenset(self.value.names)
 
     @cached_property
     def keys(self) -> pa.Schema:

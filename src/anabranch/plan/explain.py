@@ -13,6 +13,8 @@ def explain_logical(pipeline: Pipeline, sink: str | None) -> list[str]:
     for stage in pipeline.stages:
         mark = "*" if stage.stateful else " "
         name = "" if stage.name == f"stage{stage.number}" else f" {stage.name!r}"
+        if stage.state_number not in (None, stage.number):
+            name += f" (its state is that of stage {stage.state_number})"
         parallelism = f" parallelism={stage.parallelism}" if stage.parallelism else ""
         after = f" after {' and '.join(map(str, stage.follows))}" if stage.follows else ""
         lines.append(f"{mark}{stage.number}{name}{after}{parallelism}: {' -> '.join(stage.operations) or '-'}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,8 @@ class LogicalStage:
     opened: bool = False
     #: The numbers of the stages that it follows, if several come together in it; else it follows the one before.
     follows: tuple[StageNumber, ...] = ()
+    #: What its state goes by, if that is another number: the one that it had when the checkpoint was new.
+    state_number: StageNumber | None = None
 
     def moved(self, by: int) -> LogicalStage:
         """The same after so many other stages."""
@@ -152,6 +155,19 @@ class Pipeline:
             inputs = tuple(each + segments if isinstance(each, int) else each for each in segment.inputs)
             moved.append(replace(segment, stage=stage, inputs=inputs))
         return replace(self, stages=tuple(logical.values()), segments=tuple(moved))
+
+    def with_former_places(self, places: Sequence[tuple[StageNumber, str]]) -> Pipeline:
+        """The same with numbers and names for its stateful stages that they had before: one for each of them."""
+        former = dict(zip((stage.spec.number for stage in self.stateful_stages), places, strict=True))
+        segments, stages = list(self.segments), list(self.stages)
+        for i, segment in enumerate(segments):
+            if segment.stage is not None:
+                segments[i] = replace(segment, stage=segment.stage.numbered(*former[segment.stage.spec.number]))
+        for i, stage in enumerate(stages):
+            if stage.number in former:
+                number, name = former[stage.number]
+                stages[i] = replace(stage, name=name, state_number=number)
+        return replace(self, stages=tuple(stages), segments=tuple(segments))
 
     def with_batch(self, rows: DataFrame, *, stateful: bool) -> Pipeline:
         """What the logical stage that was numbered last has made of a batch."""

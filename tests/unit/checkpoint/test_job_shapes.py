@@ -18,12 +18,12 @@ from anabranch.checkpoint import (
     read_job,
     write_manifest,
 )
-from anabranch.checkpoint.evolution import MEANING
+from anabranch.checkpoint.comparison import former_places
 from anabranch.checkpoint.job import deleted_variables, save_shape
 from anabranch.core.errors import CheckpointError, FencedError
 from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion, StageNumber
 from anabranch.core.requests import Run
-from anabranch.core.schemas import JOIN_TYPE, OPERATOR, StageSpec, VariableKind, VariableSpec
+from anabranch.core.schemas import JOIN_TYPE, MEANING, OPERATOR, StageSpec, VariableKind, VariableSpec
 
 COUNT, TOTAL = pa.field("count", pa.int64(), nullable=False), pa.field("total", pa.int64())
 ADDED = VariableSpec("added", VariableKind.VALUE, pa.schema([("x", pa.int8())]))
@@ -135,17 +135,54 @@ def test_other_changes_are_refused_and_nothing_is_written(
     assert storage.list_names("anabranch/shapes") == []
 
 
-def test_a_stage_that_has_only_moved_is_told_from_another_job(
+def test_stages_are_the_same_whatever_their_numbers(stage: StageSpec) -> None:
+    first, second = stage, replace(stage.numbered(StageNumber(4), "counts"), traits={OPERATOR: "aggregate"})
+    moved = first.numbered(StageNumber(3), "stage3"), second.numbered(StageNumber(9), "counts")
+    assert former_places((first, second), moved) == ((2, "stage2"), (4, "counts"))
+    assert former_places((first,), (first,)) == ((2, "stage2"),)
+
+
+def test_stages_of_other_keys_operators_or_names_are_others(stage: StageSpec) -> None:
+    named = stage.numbered(StageNumber(3), "counts")
+    counting, joining = (replace(stage, traits={OPERATOR: operator}) for operator in ("aggregate", "join"))
+    for before, now in [
+        ((), (stage,)),
+        ((stage, named), (named,)),
+        ((stage,), (named,)),
+        ((named,), (stage,)),
+        ((counting,), (joining,)),
+        ((stage,), (replace(stage, key=pa.schema([("page", pa.string())])),)),
+    ]:
+        assert former_places(before, now) is None
+
+
+def test_dropped_fields_are_remembered_until_they_come_back(
     storage: Storage, job: JobDescription, stage: StageSpec
 ) -> None:
     start(storage, job)
-    later = replace(job, stages=(stage.numbered(StageNumber(3), "stage3"),))
-    assert "stage3 is number 3 of this query, and in the checkpoint it is stage2, number 2" in refusal(storage, later)
-    assert "call .stage('stage2') before them." in refusal(storage, later)
-    earlier = replace(job, stages=(stage.numbered(StageNumber(1), "stage1"),))
-    assert "calls before it were removed" in refusal(storage, earlier)
-    other = replace(later, stages=(replace(later.stages[0], key=pa.schema([("page", pa.string())])),))
-    assert "It is a checkpoint of another job" in refusal(storage, other)
+    commit(storage, 0, Generation(1))
+    fewer = replace(job, stages=(with_value(replace(stage, may_drop_fields=True), COUNT),))
+    accepted, generation, saved = start(storage, fewer)
+    assert saved
+    assert accepted.stages[0].variables[0].dropped == pa.schema([TOTAL])
+    assert accepted.stages[0].layouts["value"].dropped == {"total"}
+    commit(storage, 1, generation)
+    # Whoever comes next need not wish for it again, but what was dropped keeps its type.
+    as_before = replace(job, stages=(with_value(stage, COUNT),))
+    assert start(storage, as_before)[0].stages[0].variables[0].dropped == pa.schema([TOTAL])
+    other = replace(job, stages=(with_value(stage, COUNT, ("total", pa.string())),))
+    assert "field total cannot change from bigint to string" in refusal(storage, other)
+    back, _, _ = start(storage, job)
+    assert back.stages[0].variables[0].dropped == pa.schema([])
+
+
+def test_a_field_that_says_what_it_means_is_not_dropped(
+    storage: Storage, job: JobDescription, stage: StageSpec
+) -> None:
+    total = TOTAL.with_metadata({MEANING: b"a sum"})
+    start(storage, replace(job, stages=(with_value(stage, COUNT, total),)))
+    fewer = replace(job, stages=(with_value(replace(stage, may_drop_fields=True), COUNT),))
+    assert "field total is not in this query" in refusal(storage, fewer)
 
 
 def test_each_step_is_measured_against_the_one_before(storage: Storage, job: JobDescription, stage: StageSpec) -> None:

@@ -11,7 +11,7 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 from pyspark.sql.types import StructField, StructType, TimestampNTZType, TimestampType
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.core.schemas import OPERATOR, OUTPUT_MODE, TIME_MODE
+from anabranch.core.schemas import OPERATOR, OUTPUT_MODE, PROCESSOR, TIME_MODE
 from anabranch.operators.keys import WATERMARK, StageName, arrow_schema, check_key_fields
 from anabranch.operators.process.declare import check_output_mode, checked_time_mode, declare_state
 from anabranch.operators.process.frames import run_frames
@@ -48,9 +48,9 @@ def build_process(
         result = _with_event_time(result, event_time_column, mode, rows, method)
     declared = declare_state(processor, arrow_schema(key_fields), name.number, name.name, mode, tables)
     # Spark, too, holds on to the modes of a processor. The state of rows and of pandas frames is the same.
-    traits = {OPERATOR: "transformWithState", TIME_MODE: mode.value, OUTPUT_MODE: output_mode.lower()}
+    traits = {OPERATOR: PROCESSOR, TIME_MODE: mode.value, OUTPUT_MODE: output_mode.lower()}
     program = Program(
-        spec=replace(declared.spec, traits=traits),
+        spec=replace(declared.spec, traits=traits, may_drop_fields=_may_drop_fields(spark)),
         processor=processor,
         output=result,
         frames=frame_settings(spark),
@@ -69,6 +69,11 @@ def build_process(
         tables=tables,
     )
     return stage, spark.createDataFrame([], result)
+
+
+def _may_drop_fields(spark: SparkSession) -> bool:
+    """As in Spark, where the encoding of state decides what of it may change, and the usual one allows nothing."""
+    return str(spark.conf.get("spark.sql.streaming.stateStore.encodingFormat")).lower() == "avro"
 
 
 def key_fields_of(rows: DataFrame, keys: Sequence[Column], method: str) -> list[StructField]:

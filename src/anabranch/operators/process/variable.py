@@ -15,7 +15,7 @@ import pyarrow as pa
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql.types import StructType
 
-from anabranch.core.schemas import VariableKind, VariableSpec
+from anabranch.core.schemas import MEANING, VariableKind, VariableSpec
 
 #: The last field of a state variable whose entries live for a time: when they expire, in milliseconds since 1970.
 EXPIRY = "_expiry_ms"
@@ -50,7 +50,9 @@ def has_expiry(variable: VariableSpec) -> bool:
 
 def with_expiry(variable: VariableSpec) -> VariableSpec:
     """The variable with a time at which each of its entries expires."""
-    return replace(variable, value=variable.value.append(pa.field(EXPIRY, pa.int64())))
+    # With a meaning, so that it is not among the fields that may be gone: a time to live cannot be taken away.
+    expiry = pa.field(EXPIRY, pa.int64(), metadata={MEANING: b"time of expiry"})
+    return replace(variable, value=variable.value.append(expiry))
 
 
 def without_expiry(variable: VariableSpec) -> VariableSpec:
