@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,6 +18,8 @@ _POLL_INTERVAL_S = 0.2
 #: An epoch that takes longer than this never ends.
 _EPOCH_LIMIT_S = 900.0
 _REHEARSED_EPOCHS = 3
+#: A JVM goes on compiling what it runs for a long time: a side with short epochs is not warm after a few of them.
+WARM_S = 12.0
 
 
 class BenchmarkError(Exception):
@@ -53,6 +56,8 @@ class Side:
     measured: int
     #: Facts about the query after its last epoch, while it still runs; may raise BenchmarkError.
     inspect: Callable[[Any], Mapping[str, Any]] = _nothing
+    #: For how long it is warmed up at least, with more epochs if these are short.
+    warmup_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,12 @@ def measure(lab: Lab, sides: Sequence[Side], *, repeats: int, rehearse: bool = T
 
 def _run(lab: Lab, side: Side, repetition: int, *, warmup: int, measured: int) -> Run:
     query = side.start(lab.new_folder(side.name))
+    warm_s = time.monotonic() + (side.warmup_s if repetition >= 0 else 0.0)
     try:
+        wait_for_epochs(query, warmup)
+        while time.monotonic() < warm_s:
+            warmup += 1
+            wait_for_epochs(query, warmup)
         wait_for_epochs(query, warmup + measured)
         reports = data_epochs(query)[warmup : warmup + measured]
         facts = side.inspect(query) if repetition >= 0 else {}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bench.figures import Ratio
-from bench.harness import Runs, Side, measure
+from bench.harness import WARM_S, Runs, Side, measure
 from bench.machine import describe_machine
 from bench.options import Epochs, NativeEpochs, Parallelism, Repeats, Store, Workers
 from bench.report import Line, Report, parts_note, say
@@ -42,6 +42,8 @@ class Plan:
     #: Of Spark, where it takes many seconds for an epoch.
     slow: tuple[int, int]
     repeats: int
+    #: For how long each side runs before it is measured, at least.
+    warmup_s: float = WARM_S
 
 
 def operators(
@@ -69,7 +71,7 @@ def operators(
     setup = Setup(workers=workers, parallelism=parallelism, store=store)
     plan = Plan((warmup, epochs), (native_warmup, native_epochs), repeats)
     if quick:
-        plan = Plan((SETTLED_EPOCHS, _QUICK_EPOCHS), (native_warmup, _QUICK_EPOCHS), 1)
+        plan = Plan((SETTLED_EPOCHS, _QUICK_EPOCHS), (native_warmup, _QUICK_EPOCHS), 1, warmup_s=0.0)
     results: list[tuple[Workload, Size, Runs]] = []
     alone: list[str] = []
     with open_lab(parallelism=parallelism) as lab:
@@ -132,7 +134,7 @@ def _sides(lab: Lab, workload: Workload, size: Size, setup: Setup, plan: Plan) -
     else:
         warmup, measured = plan.slow if workload.is_slow else plan.ours
         rival = spark_side(flow.rows, flow.build, warmup=warmup, measured=measured, keys=expected, mode=mode)
-    return [rival, on_anabranch(ANABRANCH, flow.build)]
+    return [replace(side, warmup_s=plan.warmup_s) for side in (rival, on_anabranch(ANABRANCH, flow.build))]
 
 
 def _counted(side: Side, expected: int) -> Side:

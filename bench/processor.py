@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from bench.figures import Budget, Ratio
-from bench.harness import Runs, Side, measure
+from bench.harness import WARM_S, Runs, Side, measure
 from bench.machine import describe_machine
 from bench.options import Epochs, NativeEpochs, NativeWarmup, Parallelism, Repeats, Store, Warmup, Workers
 from bench.processors import OUTPUT, PandasTotals, RowTotals
@@ -86,10 +87,11 @@ def _sides(
 ) -> Sequence[Side]:
     source = all_keys(numbers(lab.spark, rows=keys, partitions=setup.parallelism), keys)
     build = _APPLY[kind]
-    return [
+    sides = [
         spark_side(source, build, warmup=native[0], measured=native[1], keys=keys),
         anabranch_side(source, build, setup, warmup=ours[0], measured=ours[1], keys=keys),
     ]
+    return [replace(side, warmup_s=WARM_S) for side in sides]
 
 
 def _lines(kind: str, keys: int, runs: Runs) -> list[Line]:

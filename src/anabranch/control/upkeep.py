@@ -22,8 +22,9 @@ from anabranch.core.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: Fewer changes than this are read in no time: no snapshot is made for them.
-_CHANGES_MIN = 500_000
+#: Fewer changes than this are read in about a second, and to make a snapshot of them takes longer each time: it is
+#: not worth while, however little there is in the end.
+_CHANGES_MIN = 1_000_000
 #: A snapshot is due when the changes since the last one are so many times as many as its rows.
 _CHANGES_PER_ROW = 2.0
 #: Files that nothing refers to may belong to a write that is under way, for so long.

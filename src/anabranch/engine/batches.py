@@ -35,8 +35,15 @@ class NoState:
         del keys
         return {name: layout.answers.empty_table() for name, layout in self._stage.layouts.items()}
 
-    def ask(self, keys: pa.Table, *, rest: bool = False, expiries: Sequence[Expiry] = ()) -> Answers:
-        del rest
+    def ask(
+        self,
+        keys: pa.Table,
+        *,
+        rest: bool = False,
+        expiries: Sequence[Expiry] = (),
+        due: Expiry | None = None,
+    ) -> Answers:
+        del rest, due
         expired = {each.variable: self._stage.layouts[each.variable].rows.empty_table() for each in expiries}
         return Answers(found=dict(self.read(keys)), rest={}, expired=expired)
 

@@ -21,8 +21,16 @@ class StageState(Protocol):
         """
         ...
 
-    def ask(self, keys: pa.Table, *, rest: bool = False, expiries: Sequence[Expiry] = ()) -> Answers:
-        """As `read`, and in the same exchange the rows of the partition that are due (schema ``layout.rows``)."""
+    def ask(
+        self,
+        keys: pa.Table,
+        *,
+        rest: bool = False,
+        expiries: Sequence[Expiry] = (),
+        due: Expiry | None = None,
+    ) -> Answers:
+        """As `read`, and in the same exchange the rows of the partition that are due (schema ``layout.rows``), and the
+        entries of other keys that have a row which is."""
         ...
 
     def note_late(self, rows: int) -> None:

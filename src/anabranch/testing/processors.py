@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any
@@ -171,13 +171,27 @@ class _MemoryState:
     def read(self, keys: pa.Table) -> Mapping[str, pa.Table]:
         return {name: pa.Table.from_batches([s.read(keys, self._epoch)]) for name, s in self._states.items()}
 
-    def ask(self, keys: pa.Table, *, rest: bool = False, expiries: Sequence[Expiry] = ()) -> Answers:
+    def ask(
+        self,
+        keys: pa.Table,
+        *,
+        rest: bool = False,
+        expiries: Sequence[Expiry] = (),
+        due: Expiry | None = None,
+    ) -> Answers:
         del rest
-        expired = {}
-        for expiry in expiries:
-            rows = self.scan(expiry.variable)
-            expired[expiry.variable] = rows.filter(EventTime(expiry.column, expiry.field).is_over(rows, expiry.up_to))
-        return Answers(found=dict(self.read(keys)), rest={}, expired=expired)
+        expired = {expiry.variable: self._expired(expiry) for expiry in expiries}
+        answers = Answers(found=dict(self.read(keys)), rest={}, expired=expired)
+        if due is None:
+            return answers
+        known = self._states[due.variable].known_keys()
+        known.add(keys)
+        others = known.added(self._expired(due).select(keys.column_names))
+        return replace(answers, due_keys=others, due=dict(self.read(others)))
+
+    def _expired(self, expiry: Expiry) -> pa.Table:
+        rows = self.scan(expiry.variable)
+        return rows.filter(EventTime(expiry.column, expiry.field).is_over(rows, expiry.up_to))
 
     def note_late(self, rows: int) -> None:
         """Nobody asks for it here: what a processor drops is seen by what it does not give out."""

@@ -146,6 +146,8 @@ class Read(EpochRequest):
     rest: bool = False
     #: Also answer with the rows of these groups that are due: Expiry as JSON, at most one for each state variable.
     expired: list[dict[str, Any]] = field(default_factory=list)
+    #: Also answer with the entries of every other key of these groups that has a row which is due: Expiry as JSON.
+    due: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,11 @@ from anabranch.wire.messages import FURTHER_ROWS, KEYS, LookUpRoute, Read, Write
 
 #: Rows of one message. A larger exchange goes in several messages, so that none nears gRPC's limit of 2 GiB.
 MAX_ROWS_PER_MESSAGE = 1_000_000
-#: Prefixes of the names of tables in the answer to a read: other rows of the groups, and keys that are over.
+#: Prefixes of the names of tables in the answer to a read: other rows of the groups, rows that are due, and the entries
+#: of other keys with such rows. These keys are in the table that has nothing but the prefix for a name.
 REST = "rest."
 EXPIRED = "expired."
+DUE = "due."
 
 Tables = dict[str, pa.Table]
 
@@ -52,6 +54,10 @@ class Answers:
     rest: Tables
     #: Rows of the partition's key groups that are due, if they were asked for.
     expired: Tables
+    #: Other keys of the partition that have a row which is due, if they were asked for.
+    due_keys: pa.Table | None = None
+    #: Their entries; INDEX is the row number in the due keys.
+    due: Tables = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,21 +108,22 @@ class RoutedState:
         """The entries of `keys` in every state variable; INDEX is the row number in `keys`."""
         return self.ask(keys).found
 
-    def ask(self, keys: pa.Table, *, rest: bool = False, expiries: Sequence[Expiry] = ()) -> Answers:
-        """As `read`, and in the same exchange the other rows of the partition, or those that are due."""
+    def ask(
+        self,
+        keys: pa.Table,
+        *,
+        rest: bool = False,
+        expiries: Sequence[Expiry] = (),
+        due: Expiry | None = None,
+    ) -> Answers:
+        """As `read`, and in the same exchange the other rows of the partition, those that are due, or the entries of
+        other keys of which one is due."""
         routing = self._routing()
         involved = self._involved(routing)
         split = dict(self._split(routing, involved, keys))
-        further = self._further_rows(keys)
-        parts = self._on_each(
-            involved,
-            lambda worker: self._ask(routing, worker, keys, split.get(worker, _NOTHING), rest, expiries, further),
-        )
-        return Answers(
-            found=_merge([part.found for part in parts], ordered=True),
-            rest=_merge([part.rest for part in parts], ordered=False),
-            expired=_merge([part.expired for part in parts], ordered=False),
-        )
+        asked = _Asked(keys, rest, expiries, due, self._further_rows(keys))
+        parts = self._on_each(involved, lambda worker: self._ask(routing, worker, asked, split.get(worker, _NOTHING)))
+        return _joined(parts, ordered=True)
 
     def note_rows(self, hashes: Sequence[npt.NDArray[np.int64]]) -> None:
         """Rows of keys with these hashes have come, which makes load. Workers are told with the first read."""
@@ -141,49 +148,39 @@ class RoutedState:
             ),
         )
 
-    def _ask(
-        self,
-        routing: Routing,
-        worker: int,
-        keys: pa.Table,
-        rows: npt.NDArray[np.int64] | None,
-        rest: bool,
-        expiries: Sequence[Expiry],
-        further: pa.Table | None,
-    ) -> Answers:
+    def _ask(self, routing: Routing, worker: int, asked: _Asked, rows: npt.NDArray[np.int64] | None) -> Answers:
         access = self._access
-        mine = keys if rows is None else keys.take(rows)
+        mine = asked.keys if rows is None else asked.keys.take(rows)
         groups = self.groups[routing.owners[self.groups] == worker].tolist()
         load: Tables = {}
-        if further is not None:
+        if (further := asked.further) is not None:
             load[FURTHER_ROWS] = further.filter(routing.owners[further.column(GROUP).to_numpy()] == worker)
         parts: list[Answers] = []
-        # The rest is what no chunk asked for, so a read of the rest cannot be cut into chunks.
-        for start, chunk in _chunks(mine, limit=len(mine) if rest else MAX_ROWS_PER_MESSAGE):
+        # Others are those that no chunk asks for, so a read of others cannot be cut into chunks.
+        for start, chunk in _chunks(mine, limit=len(mine) if asked.others else MAX_ROWS_PER_MESSAGE):
             request = Read(
                 job=access.job,
                 generation=access.generation,
                 epoch=self._epoch,
                 run=self._run,
                 stage=access.stage.number,
-                groups=groups if rest or expiries else [],
-                rest=rest,
-                expired=[asdict(expiry) for expiry in expiries] if start == 0 else [],
+                groups=groups if asked.others or asked.expiries else [],
+                rest=asked.rest,
+                expired=[asdict(expiry) for expiry in asked.expiries] if start == 0 else [],
+                due=None if asked.due is None else asdict(asked.due),
             )
             _, tables = self._client(routing, worker).call(request, {KEYS: chunk, **(load if start == 0 else {})})
-            found = _named(tables, "")
+            found, due = _named(tables, ""), _named(tables, DUE)
             parts.append(
                 Answers(
                     found={name: _shifted(table, start, rows) for name, table in found.items()},
                     rest=_named(tables, REST),
                     expired=_named(tables, EXPIRED),
+                    due_keys=due.pop("", None),
+                    due=due,
                 )
             )
-        return Answers(
-            found=_merge([part.found for part in parts], ordered=False),
-            rest=_merge([part.rest for part in parts], ordered=False),
-            expired=_merge([part.expired for part in parts], ordered=False),
-        )
+        return _joined(parts, ordered=False)
 
     def _write_to(self, routing: Routing, worker: int, changes: Tables, *, late: int) -> None:
         access = self._access
@@ -269,6 +266,22 @@ class RoutedState:
 _NOTHING = np.empty(0, dtype=np.int64)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What a task asks for, of all workers."""
+
+    keys: pa.Table
+    rest: bool
+    expiries: Sequence[Expiry]
+    due: Expiry | None
+    further: pa.Table | None
+
+    @property
+    def others(self) -> bool:
+        """Whether other keys than these are asked for."""
+        return self.rest or self.due is not None
+
+
 def encode_routing(routing: Routing) -> dict[str, Any]:
     """The routing as JSON."""
     return {
@@ -290,7 +303,7 @@ def _named(tables: Tables, prefix: str) -> Tables:
     """The tables with this prefix, without it; for no prefix, those of plain variables."""
     if prefix:
         return {name.removeprefix(prefix): table for name, table in tables.items() if name.startswith(prefix)}
-    return {name: table for name, table in tables.items() if not name.startswith((REST, EXPIRED))}
+    return {name: table for name, table in tables.items() if not name.startswith((REST, EXPIRED, DUE))}
 
 
 def _chunks(table: pa.Table, *, limit: int) -> Iterator[tuple[int, pa.Table]]:
@@ -320,6 +333,24 @@ def _shifted(answers: pa.Table, start: int, rows: npt.NDArray[np.int64] | None) 
         index = rows[index]
     column = pa.array(index.astype(np.int32), type=pa.int32())
     return answers.set_column(0, answers.schema.field(INDEX), column)
+
+
+def _joined(parts: Sequence[Answers], *, ordered: bool) -> Answers:
+    """One answer out of several, whose keys are others."""
+    of_due = [part.due_keys for part in parts if part.due_keys is not None]
+    starts = np.cumsum([0, *map(len, of_due)]).tolist()
+    due = [part.due for part in parts if part.due_keys is not None]
+    shifted = [
+        {name: _shifted(table, start, None) for name, table in part.items()}
+        for start, part in zip(starts, due, strict=False)
+    ]
+    return Answers(
+        found=_merge([part.found for part in parts], ordered=ordered),
+        rest=_merge([part.rest for part in parts], ordered=False),
+        expired=_merge([part.expired for part in parts], ordered=False),
+        due_keys=pa.concat_tables(of_due) if of_due else None,
+        due=_merge(shifted, ordered=False),
+    )
 
 
 def _merge(parts: Sequence[Tables], *, ordered: bool) -> Tables:

@@ -16,9 +16,9 @@ from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import WorkerError
 from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
-from anabranch.core.schemas import HASH, StageSpec
+from anabranch.core.schemas import HASH, INDEX, StageSpec
 from anabranch.wire import messages
-from anabranch.wire.routed import EXPIRED, REST, Expiry
+from anabranch.wire.routed import DUE, EXPIRED, REST, Expiry
 from anabranch.worker.holdings import Holdings, Sources, Variable
 from anabranch.worker.layers import VariableState
 from anabranch.worker.origins import CheckpointOrigin
@@ -149,11 +149,19 @@ class JobState:
 
     def read(self, request: messages.Read, keys: pa.Table, epoch: int) -> Tables:
         answers: Tables = {}
-        hashes = keys.column(HASH).to_numpy()
+        wanted = keys
+        if request.due is not None:
+            answers[DUE] = self._due_keys(Expiry(**request.due), request, keys, epoch)
+            wanted = pa.concat_tables([keys, answers[DUE]])
+        hashes = wanted.column(HASH).to_numpy()
         for name in self.variables_of(request.stage):
             state = self._states[request.stage, name]
-            self.holdings.fetch((request.stage, name), hashes, keys)
-            answers[name] = pa.Table.from_batches([state.read(keys, epoch)])
+            self.holdings.fetch((request.stage, name), hashes, wanted)
+            found = pa.Table.from_batches([state.read(wanted, epoch)])
+            if request.due is None:
+                answers[name] = found
+            else:
+                answers[name], answers[DUE + name] = _split(found, len(keys))
             if request.rest:
                 self.holdings.complete((request.stage, name), request.groups)
                 rest = list(state.scan(epoch, request.groups, without=keys))
@@ -178,6 +186,14 @@ class JobState:
         else:
             groups -= self.holdings.pending(variable)
         return state.due(epoch, groups, event_time, expiry.up_to)
+
+    def _due_keys(self, expiry: Expiry, request: messages.Read, asked: pa.Table, epoch: int) -> pa.Table:
+        """Keys with rows that are due, each once, but for those that were asked for."""
+        rows = self._expired(expiry, request, epoch)
+        state = self.variable(request.stage, expiry.variable)
+        known = state.known_keys()
+        known.add(asked)
+        return known.added(rows.select(state.layout.keys.names))
 
     def checked_changes(self, stage: int, tables: Tables) -> Tables:
         """Changes that may be staged: of the declared columns, and of keys that are here."""
@@ -271,6 +287,15 @@ class JobState:
             known = [f"{s}/{v}" for s, v in sorted(self._states)]
             raise WorkerError(f"Stage {stage} has no state variable {variable!r} here. There are: {known}.")
         return state
+
+
+def _split(answers: pa.Table, keys: int) -> tuple[pa.Table, pa.Table]:
+    """The answers for so many first keys, and those for the keys after them, with their own numbers."""
+    index = answers.column(INDEX).to_numpy()
+    cut = int(np.searchsorted(index, keys))
+    after = answers.slice(cut)
+    numbers = pa.array(index[cut:] - np.int32(keys), pa.int32())
+    return answers.slice(0, cut), after.set_column(0, after.schema.field(0), numbers)
 
 
 def _no_files(variable: Variable, groups: Collection[int]) -> CheckpointOrigin:

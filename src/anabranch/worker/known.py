@@ -29,6 +29,16 @@ class KnownKeys:
             self._table.reserve(len(encoded))
             self._table.put(encoded.hashes, encoded.keys)
 
+    def added(self, keys: pa.Table) -> pa.Table:
+        """Add keys, of which some may be the same. Those that were not there before, each once."""
+        encoded = self._codec.encode_keys(keys)
+        with self._lock:
+            new = np.flatnonzero(self._table.find(encoded.hashes, encoded.keys) < 0)
+            candidates = encoded.take(new)
+            self._table.reserve(len(candidates))
+            _, first = np.unique(self._table.put(candidates.hashes, candidates.keys), return_index=True)
+        return keys.take(pa.array(new[np.sort(first)]))
+
     def without(self, changes: pa.Table) -> pa.Table:
         """The changes of keys that are not in the set."""
         found = self._find(changes)

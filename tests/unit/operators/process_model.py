@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -33,6 +34,8 @@ class ModelState:
         #: By what stands for a key: the key.
         self.keys: dict[Key, Key] = {}
         self.reads: list[pa.Table] = []
+        #: The keys that came along because something of theirs was due.
+        self.due: list[pa.Table] = []
         self.late_rows = 0
         self.writes: list[Mapping[str, pa.Table]] = []
 
@@ -43,10 +46,28 @@ class ModelState:
         self.reads.append(keys)
         return {name: self._answer(name, wanted) for name in self.entries}
 
-    def ask(self, keys: pa.Table, *, rest: bool = False, expiries: Sequence[Expiry] = ()) -> Answers:
+    def ask(
+        self,
+        keys: pa.Table,
+        *,
+        rest: bool = False,
+        expiries: Sequence[Expiry] = (),
+        due: Expiry | None = None,
+    ) -> Answers:
         assert not rest
         expired = {expiry.variable: self._expired(expiry) for expiry in expiries}
-        return Answers(found=dict(self.read(keys)), rest={}, expired=expired)
+        answers = Answers(found=dict(self.read(keys)), rest={}, expired=expired)
+        if due is None:
+            return answers
+        asked = set(map(_plain, _tuples(keys.columns)))
+        rows = self._expired(due).select(keys.column_names)
+        others = {_plain(key): key for key in _tuples(rows.columns) if _plain(key) not in asked}
+        columns = list(zip(*others.values(), strict=True)) or [()] * keys.num_columns
+        due_keys = pa.table([pa.array(c, f.type) for c, f in zip(columns, keys.schema, strict=True)], keys.schema)
+        self.due.append(due_keys)
+        return replace(
+            answers, due_keys=due_keys, due={name: self._answer(name, [*others.values()]) for name in self.entries}
+        )
 
     def _expired(self, expiry: Expiry) -> pa.Table:
         layout = self.spec.layouts[expiry.variable]

@@ -15,6 +15,7 @@ from anabranch.core.schemas import HASH, INDEX, OP, Op, StageSpec, VariableKind,
 from anabranch.wire import routed
 from anabranch.wire.messages import FURTHER_ROWS, KEYS, LookUpRoute, Read, Write
 from anabranch.wire.routed import (
+    DUE,
     EXPIRED,
     REST,
     Expiry,
@@ -91,6 +92,11 @@ class Workers:
             answers[REST + "total"] = table([(g, g, 0) for g in request.groups], SPEC.layouts["total"].rows)
         if request.expired:
             answers[EXPIRED + "total"] = table([(g, -g, 0) for g in request.groups], SPEC.layouts["total"].rows)
+        if request.due is not None:
+            # Of each group two keys, of which the second has an entry.
+            keys = [g + KEY_GROUPS * n for g in request.groups for n in (100, 101)]
+            answers[DUE] = keys_of(keys)
+            answers[DUE + "total"] = table([(i, k) for i, k in enumerate(keys) if i % 2], SPEC.layouts["total"].answers)
         return answers
 
     def check_owned(self, address: str, rows: pa.Table) -> None:
@@ -238,6 +244,23 @@ def test_the_rest_and_what_is_over_come_once_for_each_group(monkeypatch: pytest.
     assert answers.rest == {}
     assert [len(request.expired) for address, request in workers.reads if address == "a:0"][-2:] == [1, 0]
     assert state.ask(keys_of([]), rest=True).rest["total"].num_rows == 4
+
+
+def test_keys_that_are_due_come_in_the_same_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed, "MAX_ROWS_PER_MESSAGE", 2)
+    workers = Workers(routing_of([0, 1] * 6))
+    monkeypatch.setattr(routed, "connections", workers)
+    state = state_at(access_to(workers.routing, [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]))
+    keys = keys_of([0, 12, 24, 1])
+    answers = state.ask(keys, due=Expiry("total", "k", "", 5))
+    assert [address for address, _ in sorted(workers.reads, key=lambda read: read[0])] == ["a:0", "a:1"]
+    assert answers.due_keys is not None
+    names = answers.due_keys.column("k").to_pylist()
+    assert sorted(names) == [1200, 1201, 1202, 1212, 1213, 1214]
+    entries = answers.due["total"].to_pylist()
+    assert sorted((names[row[INDEX]], row["n"]) for row in entries) == [(k, k) for k in (1212, 1213, 1214)]
+    assert len(answers.found["total"]) == 4
+    assert state.ask(keys).due_keys is None
 
 
 def test_tasks_that_do_not_cache_the_route_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

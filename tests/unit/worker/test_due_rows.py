@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from keyed_state import KEY_GROUPS, KEYS, STAGE, Entries, entries, group_of, keys_table
+from keyed_state import KEY_GROUPS, KEYS, SPEC, STAGE, Entries, entries, from_answers, group_of, keys_table
 from state_workers import Driver, MakeDriver, fell_back, owned_by
 
 from anabranch.wire import messages
-from anabranch.wire.routed import EXPIRED
+from anabranch.wire.routed import DUE, EXPIRED
 
 EVEN = frozenset(range(0, KEY_GROUPS, 2))
 LATER = 1_000_000
@@ -48,6 +48,39 @@ def test_what_is_due_is_found_epoch_after_epoch(make: MakeDriver, store: str) ->
         driver.read(list(changes))
         driver.write(changes)
         driver.commit()
+
+
+def due_with_entries(
+    driver: Driver, keys: list[str], up_to: int
+) -> tuple[dict[str, Entries], dict[str, Entries], list[str]]:
+    """The entries of these keys; those of others of which something is due; and the names of these, as they came."""
+    expiry = {"variable": "seen", "column": "times", "field": "", "up_to": up_to, "whole": True}
+    found, due, others = {}, {}, []
+    for worker in driver.owning:
+        mine = [key for key in keys if driver.owners[group_of(key)] == worker.name]
+        groups = driver.groups_of(worker.name)
+        request = messages.Read(**driver.numbers, stage=STAGE, groups=groups, due=expiry)
+        _, tables = worker.client.call(request, {messages.KEYS: keys_table(mine)})
+        came = tables[DUE].column("k").to_pylist()
+        assert tables[DUE].schema == keys_table([]).schema
+        others += came
+        found |= from_answers(mine, {name: tables[name] for name in SPEC.layouts})
+        due |= from_answers(came, {name: tables[DUE + name] for name in SPEC.layouts})
+    return found, due, others
+
+
+def test_other_keys_of_which_something_is_due_come_with_all_their_entries(make: MakeDriver, store: str) -> None:
+    """Each once, however many of its rows are due, and keys of one hash are told apart."""
+    driver = make("a", "b", store=store)
+    driver.run_epoch({key: entries(n) for n, key in enumerate(KEYS)})
+    with driver.without_drain_from("a"):
+        driver.give(owned_by("b", EVEN))
+        for asked_for in ([], KEYS[::3], KEYS):
+            driver.begin()
+            found, due, others = due_with_entries(driver, asked_for, 20)
+            assert found == driver.expected(asked_for)
+            assert sorted(others) == sorted(set(KEYS[:21]) - set(asked_for))
+            assert due == driver.expected(others)
 
 
 def test_an_epoch_that_is_run_again_finds_the_same(make: MakeDriver) -> None:

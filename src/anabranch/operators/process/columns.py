@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import collections
+import datetime
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyspark.sql.types import Row
 
+#: Up to so many seconds from 1970, which is in 2106, a float tells all microseconds apart.
+_EXACT_SECONDS = 1 << 32
 #: A property that reads one item of a tuple. CPython's own, behind namedtuple, does not go through Python.
 _item_property: Callable[[int, str], Any] = getattr(
     collections, "_tuplegetter", lambda index, doc: property(lambda row: tuple.__getitem__(row, index), doc=doc)
@@ -29,16 +33,21 @@ def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
 
 
 def _datetimes(column: pa.Array | pa.ChunkedArray, timezone: str | None) -> list[Any]:
-    if isinstance(column, pa.ChunkedArray):
-        values = column.to_numpy().tolist()
-    else:
-        values = column.to_numpy(zero_copy_only=False).tolist()
-    if timezone is None:
-        if any(type(value) is int for value in values):
-            raise ValueError("a year beyond those of a datetime")
-        return list(values)
-    zone = pa.lib.string_to_tzinfo(timezone)
-    return [None if value is None else zone.fromutc(value.replace(tzinfo=zone)) for value in values]
+    zone = None if timezone is None else pa.lib.string_to_tzinfo(timezone)
+    if zone is not None and not column.null_count:
+        microseconds = _numpy(column.cast(pa.timestamp("us", timezone)).cast(pa.int64()))
+        if not len(microseconds) or np.abs(microseconds).max() < _EXACT_SECONDS * 1_000_000:
+            return list(map(datetime.datetime.fromtimestamp, (microseconds / 1e6).tolist(), repeat(zone)))
+    values = _numpy(column).tolist()
+    if zone is not None:
+        return [None if value is None else zone.fromutc(value.replace(tzinfo=zone)) for value in values]
+    if any(type(value) is int for value in values):
+        raise ValueError("a year beyond those of a datetime")
+    return list(values)
+
+
+def _numpy(column: pa.Array | pa.ChunkedArray) -> Any:
+    return column.to_numpy() if isinstance(column, pa.ChunkedArray) else column.to_numpy(zero_copy_only=False)
 
 
 def tuples_of(columns: Sequence[Sequence[Any]], length: int) -> list[tuple[Any, ...]]:

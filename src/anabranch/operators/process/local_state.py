@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from anabranch.core.errors import EpochError
 from anabranch.core.schemas import HASH, INDEX, Layout, Op
-from anabranch.operators.process.grouping import find_keys, group_rows
+from anabranch.operators.process.grouping import find_keys
 from anabranch.operators.process.handles import LocalHandle
 from anabranch.operators.process.program import Program, TimeMode
 from anabranch.operators.process.timers import TIMERS
@@ -42,38 +42,39 @@ class LocalState:
         self._window = 0, 0
 
     def read(self, state: StageState) -> None:
-        """The one read of the task; a second one, if timers of further keys are due.
+        """The one read of the task: of its keys, and of others whose timers are due.
 
         Nothing is asked for no keys, or for no variables, unless time may have made something due.
         """
-        expiries = self._expiries()
-        if not expiries:
+        expiries, due = self._expiries(), self._due_timers()
+        if not expiries and due is None:
             if self.keys.num_rows and self._spec.variables:
                 self._take(state.read(self.keys))
             return
-        answers = state.ask(self.keys, expiries=expiries)
+        answers = state.ask(self.keys, expiries=expiries, due=due)
         self._take(answers.found)
-        others = self._other_keys(answers.expired.get(TIMERS))
-        if others is not None:
-            further = state.read(others)
+        if answers.due_keys is not None and answers.due_keys.num_rows:
             for name, (owners, columns) in self._answers.items():
-                more_owners, more_columns = _answer(further[name])
+                more_owners, more_columns = _answer(answers.due[name])
                 joined = [pa.concat_arrays(pair) for pair in zip(columns, more_columns, strict=True)]
                 self._answers[name] = np.concatenate((owners, more_owners + self.keys.num_rows)), joined
-            self.keys = pa.concat_tables([self.keys, others]).combine_chunks()
+            self.keys = pa.concat_tables([self.keys, answers.due_keys]).combine_chunks()
         for name in self.handle.ttls_ms:
             expired = answers.expired[name]
             # What expires of the task's own keys is up to the state variable: user code may set it again.
             foreign = find_keys(self.keys, expired.select(self.keys.column_names)) < 0
             self._swept[name] = expired.filter(pa.array(foreign))
 
+    def _due_timers(self) -> Expiry | None:
+        if self._due_up_to_ms is None:
+            return None
+        column = self._spec.layouts[TIMERS].subkey.names[0]
+        # A timer that goes by the time of day may be late; one that goes by event time has its epoch.
+        whole = self._time_mode is TimeMode.EVENT_TIME
+        return Expiry(TIMERS, column, "", self._due_up_to_ms, whole=whole)
+
     def _expiries(self) -> list[Expiry]:
         expiries = []
-        if self._due_up_to_ms is not None:
-            column = self._spec.layouts[TIMERS].subkey.names[0]
-            # A timer that goes by the time of day may be late; one that goes by event time has its epoch.
-            whole = self._time_mode is TimeMode.EVENT_TIME
-            expiries.append(Expiry(TIMERS, column, "", self._due_up_to_ms, whole=whole))
         for name in self.handle.ttls_ms:
             # Expired entries are not seen wherever they are; when they are removed does not matter.
             column = self._spec.layouts[name].value.names[-1]
@@ -83,14 +84,6 @@ class LocalState:
     def _take(self, answers: Mapping[str, pa.Table]) -> None:
         for name in self.handle.variables:
             self._answers[name] = _answer(answers[name])
-
-    def _other_keys(self, due: pa.Table | None) -> pa.Table | None:
-        """Keys that have timers which are due, and are not yet among the task's."""
-        if due is None or not due.num_rows:
-            return None
-        keys = group_rows(due.select(self.keys.column_names).to_batches(), self._spec.key).keys
-        others = keys.filter(pa.array(find_keys(self.keys, keys) < 0))
-        return others if others.num_rows else None
 
     def windows_from(self, first: int, keys_max: int) -> Iterator[tuple[int, int]]:
         """Runs of the keys from this one on."""
