@@ -86,9 +86,9 @@ def used(feed: EpochFeed, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda rows: rows.groupBy(F.length("k").alias("k")).count(), {}, "the key of stage1"),
         (lambda rows: rows.groupBy("k").agg(F.sum("v")), {}, "the state variable aggregates of stage1 is"),
         (
-            lambda rows: counted(rows.filter("v > 0")),
+            lambda rows: counted(rows.filter("v > 0").stage("other")),
             {},
-            r"it is stage1.*call \.stage\('stage1'\) before",
+            "has the stateful stage stage1 .*this query has the stateful stage other",
         ),
         (lambda rows: counted(rows.stage("other")), {}, "stage 1 is called stage1 in the checkpoint and other"),
         (lambda rows: rows, {}, "the stateful stage stage1 .*this query does not"),
@@ -98,7 +98,7 @@ def used(feed: EpochFeed, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_checkpoint_of_another_job(
     rows: Any, used: Path, build: Callable[[Any], Any], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=f"(?s){message}"):
         writer_of(build(rows), used, **options).outputMode("append" if build(rows) is rows else "update").start()
 
 
