@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import signal
 import threading
@@ -10,21 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from anabranch.control.nursery import Child, Nursery
+from anabranch.control.nursery import NURSERY, Child, Nursery
 from anabranch.core.errors import WorkerError
 from anabranch.core.ids import WorkerId
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 10.0
-#: Shared by all queries of this process.
-_NURSERY = Nursery()
-atexit.register(_NURSERY.close)
 
 
 def prepare() -> None:
     """Workers will soon be started: whatever can be done for it meanwhile begins."""
-    _NURSERY.prepare()
+    NURSERY.prepare()
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class EmbeddedWorkers:
         token: str,
         start_timeout_s: float,
         redis_url: str = "",
-        nursery: Nursery = _NURSERY,
+        nursery: Nursery = NURSERY,
     ) -> None:
         self._store = store
         self._redis_url = redis_url

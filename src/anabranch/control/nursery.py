@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -184,7 +185,7 @@ class Child:
         self._said = b""
         self._has_ended = False
 
-    def first_line(self, timeout_s: float) -> dict[str, Any]:
+    def first_line(self, timeout_s: float | None) -> dict[str, Any]:
         """What it says when it is ready; TimeoutError if it says nothing, ValueError if it ends or says nonsense."""
         with self._lock:
             while not self._said.endswith(b"\n"):
@@ -218,6 +219,9 @@ class Child:
         stdin, self._stdin = self._stdin, None
         if stdin is not None:
             os.close(stdin)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
         if not self.has_ended():
@@ -257,3 +261,8 @@ def end_of(log: IO[bytes] | None) -> str:
     log.seek(0, 2)
     log.seek(max(0, log.tell() - _SHOWN_LOG_BYTES))
     return log.read().decode(errors="replace").strip() or "(empty)"
+
+
+#: Shared by all queries of this process.
+NURSERY = Nursery()
+atexit.register(NURSERY.close)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +12,7 @@ from anabranch.checkpoint.cleanup import clean_up
 from anabranch.checkpoint.generations import check_generation
 from anabranch.checkpoint.statefiles import StateFiles
 from anabranch.control.claims import Claimed
+from anabranch.control.nursery import NURSERY, Child
 from anabranch.core.errors import AnabranchError, CheckpointError
 from anabranch.core.ids import Epoch
 from anabranch.core.settings import Settings
@@ -29,6 +26,8 @@ _CHANGES_MIN = 1_000_000
 _CHANGES_PER_ROW = 2.0
 #: Files that nothing refers to may belong to a write that is under way, for so long.
 _ORPHAN_AGE_S = 3600.0
+#: How long the start of a process may take, that of the one included which it is forked from.
+_START_TIMEOUT_S = 60.0
 #: After a failure nothing is tried for so long.
 _PAUSE_S = 60.0
 
@@ -50,7 +49,7 @@ class Upkeep:
         self._changes = sum(file.rows for file in files.change_files)
         self._epochs = len(files.manifests)
         self._thread: threading.Thread | None = None
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Child | None = None
         #: Held while files are deleted, or must not be.
         self._cleaning = threading.Lock()
         self._closed = False
@@ -124,7 +123,7 @@ class Upkeep:
                 in_use=self._in_use(),
             )
 
-    def _note_process(self, process: subprocess.Popen[str]) -> None:
+    def _note_process(self, process: Child) -> None:
         self._process = process
         if self._closed:
             process.kill()
@@ -135,35 +134,20 @@ def compact_in_process(
     epoch: Epoch,
     *,
     target: str = "",
-    on_start: Callable[[subprocess.Popen[str]], None] = lambda _: None,
+    on_start: Callable[[Child], None] = lambda _: None,
 ) -> int:
     """Let a process of low priority write the snapshot of an epoch, here or elsewhere; the rows that it has."""
-    command = [
-        *_of_low_priority(),
-        sys.executable,
-        "-m",
-        "anabranch.worker.compaction",
-        claimed.storage.location,
-        str(epoch),
-    ]
-    command += ["--generation", str(claimed.generation)]
+    arguments = [claimed.storage.location, str(epoch), "--generation", str(claimed.generation)]
     if target:
-        command += ["--to", target]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    on_start(process)
-    output, errors = process.communicate()
-    if process.returncode != 0:
-        reason = errors.strip().splitlines()[-1] if errors.strip() else f"it ended with {process.returncode}"
-        raise CheckpointError(f"The snapshot of epoch {epoch} could not be written: {reason}")
-    rows: int = json.loads(output)["rows"]
+        arguments += ["--to", target]
+    process = NURSERY.start({"compaction": arguments}, _START_TIMEOUT_S)
+    try:
+        on_start(process)
+        rows: int = process.first_line(None)["rows"]
+    except ValueError:
+        raise CheckpointError(
+            f"The snapshot of epoch {epoch} could not be written: {process.end_of_log().splitlines()[-1]}"
+        ) from None
+    finally:
+        process.bury()
     return rows
-
-
-def _of_low_priority() -> list[str]:
-    """What to put before a command so that it gets what others leave, from its first moment, and for the disk too."""
-    command = []
-    if nice := shutil.which("nice"):
-        command += [nice, "-n", "19"]
-    if ionice := shutil.which("ionice"):
-        command += [ionice, "-c", "idle", "-t"]
-    return command

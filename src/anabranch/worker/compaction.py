@@ -1,7 +1,7 @@
 """Compaction: the snapshot of an epoch out of an older one and the change files since, in bounded memory.
 
-A process of its own does it, at the lowest priority, so that epochs do not wait for it:
-``python -m anabranch.worker.compaction LOCATION UP_TO``.
+A process of its own does it, at the lowest priority, so that epochs do not wait for it; the driver has it forked from
+its nursery. By hand: ``python -m anabranch.worker.compaction LOCATION UP_TO``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import argparse
 import json
 import logging
 import os
+import shutil
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -40,6 +42,7 @@ from anabranch.core.errors import AnabranchError, CheckpointError
 from anabranch.core.ids import Epoch, Generation
 from anabranch.core.schemas import Layout, Op, StageSpec, VariableKind
 from anabranch.worker.layers import VariableState
+from anabranch.worker.merge import EntryMerge
 from anabranch.worker.stores import open_store
 
 logger = logging.getLogger(__name__)
@@ -47,7 +50,7 @@ logger = logging.getLogger(__name__)
 #: What is in memory at a time: the state of a range of key groups that has at most so many rows, and bytes.
 RANGE_ROWS_MAX = 2_000_000
 _RANGE_BYTES_MAX = 512 << 20
-#: What a row takes in the store beyond its columns: those of lists and maps are Python objects.
+#: What a row takes in memory beyond its columns: keys and entries that vary in width are Python objects.
 _ROW_BYTES_MORE = {VariableKind.VALUE: 40, VariableKind.LIST: 400, VariableKind.MAP: 400}
 
 
@@ -129,26 +132,30 @@ class _VariableFiles:
 
     def load(self, first: int, end: int) -> tuple[pa.Table, int]:
         """The rows of these key groups, or, if they are too many, of fewer; and where the next range begins."""
-        state = VariableState(
-            self.layout, self.key_groups, open_store("memory", self.layout, self.key_groups, directory=None)
-        )
+        state = self._empty()
         loaded_rows = loaded_bytes = 0
         files: list[SnapshotFile | ChangeFile] = [*self.snapshot, *self.changes]
         for file in files:
             changes = self._read(file, first, end)
             loaded_rows, loaded_bytes = loaded_rows + changes.num_rows, loaded_bytes + changes.nbytes
             state.load(changes)
-            while end - first > 1 and self._is_too_large(state.rows(), loaded_rows, loaded_bytes):
+            while end - first > 1 and self._is_too_large(state, loaded_rows, loaded_bytes):
                 middle = (first + end) // 2
                 state.drop_groups(range(middle, end))
                 end = middle
-        batches = list(state.scan(0))
-        state.close()
+        batches = list(state.scan())
         return pa.Table.from_batches(batches, schema=self.layout.rows), end
 
-    def _is_too_large(self, rows: int, loaded_rows: int, loaded_bytes: int) -> bool:
+    def _empty(self) -> EntryMerge | _Values:
+        if self.layout.variable.kind is VariableKind.VALUE:
+            return _Values(self.layout, self.key_groups)
+        return EntryMerge(self.layout, self.key_groups)
+
+    def _is_too_large(self, state: EntryMerge | _Values, loaded_rows: int, loaded_bytes: int) -> bool:
         row_bytes = loaded_bytes // max(loaded_rows, 1) + _ROW_BYTES_MORE[self.layout.variable.kind]
-        return rows > RANGE_ROWS_MAX or rows * row_bytes > _RANGE_BYTES_MAX
+        rows_max = min(RANGE_ROWS_MAX, _RANGE_BYTES_MAX // row_bytes)
+        # To count them takes time.
+        return state.rows_at_most() > rows_max and state.rows() > rows_max
 
     def _read(self, file: SnapshotFile | ChangeFile, first: int, end: int) -> pa.Table:
         groups: Collection[int] | None = None if (first, end) == (0, self.key_groups) else range(first, end)
@@ -159,6 +166,20 @@ class _VariableFiles:
         rows = read_snapshot_rows(self.storage, file, self.layout, groups)
         ops = pa.array(np.full(rows.num_rows, Op.PUT, dtype=np.int8))
         return pa.table([rows.column(0), ops, *rows.columns[1:]], schema=self.layout.changes)
+
+
+class _Values:
+    """What is left of the values of a variable, in a store."""
+
+    def __init__(self, layout: Layout, key_groups: int) -> None:
+        self._state = VariableState(layout, key_groups, open_store("memory", layout, key_groups, directory=None))
+        self.load = self._state.load
+        self.rows = self.rows_at_most = self._state.rows
+        self.drop_groups = self._state.drop_groups
+
+    def scan(self) -> Iterator[pa.RecordBatch]:
+        yield from self._state.scan(0)
+        self._state.close()
 
 
 def _files_of(files: StateFiles, stage: StageSpec, variable: str) -> tuple[list[SnapshotFile], list[ChangeFile], int]:
@@ -212,9 +233,17 @@ def _unwritable(target: Path, error: OSError) -> CheckpointError:
     )
 
 
+def _stand_back() -> None:
+    """Take what others leave of processors and disks."""
+    os.nice(19)
+    if ionice := shutil.which("ionice"):
+        # Where the system has no such priorities, it says so, and that is all.
+        subprocess.run([ionice, "-c", "idle", "-p", str(os.getpid())], stderr=subprocess.DEVNULL, check=False)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints one line of JSON about the snapshot, or says on standard error why there is none."""
-    os.nice(19)
+    _stand_back()
     # Epochs need the other cores.
     pa.set_cpu_count(1)
     parser = argparse.ArgumentParser(prog="python -m anabranch.worker.compaction", description=compact.__doc__)

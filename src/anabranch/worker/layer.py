@@ -159,11 +159,11 @@ def _read_entries(keys: Keys, layers: Sequence[EntryLayer], below: Readable, sha
         owner, changes = layer.changes_of(rows[shown])
         parts.append(Entries(at[shown][owner], changes.subkeys, changes.values))
         puts.append(changes.ops == Op.PUT)
-    merged = _newest(Entries.concat(parts), np.concatenate(puts), shape)
+    merged = newest(Entries.concat(parts), np.concatenate(puts), shape)
     return Entries.concat([base.take(~under), merged]).in_order()
 
 
-def _newest(entries: Entries, puts: npt.NDArray[np.bool_], shape: Shape) -> Entries:
+def newest(entries: Entries, puts: npt.NDArray[np.bool_], shape: Shape) -> Entries:
     """Of entries from oldest to newest, the last one of each sub-key of each key, unless that is no put."""
     table = RowTable(shape.subkey_width, 0)
     table.reserve(len(entries))

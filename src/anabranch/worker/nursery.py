@@ -1,4 +1,4 @@
-"""The process that workers are forked from. It has loaded all that they need, so a new one is there at once.
+"""The process that workers are forked from, and those that make snapshots. It has loaded all that they need.
 
 To load it takes a second of a core; a job that rescales because it is short of cores should not have to pay for that.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 from anabranch.core.errors import AnabranchError
 from anabranch.wire.descriptors import receive, send
+from anabranch.worker import compaction
 from anabranch.worker.process import WorkerOptions, run_worker
 from anabranch.worker.stores import rocksdb  # noqa: F401  loaded for those who use it
 
@@ -74,7 +75,10 @@ def _be_a_process(files: list[int], body: Callable[[dict[str, Any]], None], opti
 
 def _run(options: dict[str, Any]) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    run_worker(WorkerOptions(**options))
+    if "compaction" in options:
+        compaction.main(options["compaction"])
+    else:
+        run_worker(WorkerOptions(**options))
 
 
 if __name__ == "__main__":

@@ -133,6 +133,16 @@ class Changes:
     def keys_of(self, chosen: Selection) -> Keys:
         return Keys(self.hashes[chosen], take(self.keys, chosen))
 
+    @staticmethod
+    def concat(parts: Sequence[Changes]) -> Changes:
+        return Changes(
+            np.concatenate([part.hashes for part in parts]),
+            np.concatenate([part.ops for part in parts]),
+            np.concatenate([part.keys for part in parts]),
+            np.concatenate([part.subkeys for part in parts]),
+            np.concatenate([part.values for part in parts]),
+        )
+
     @property
     def nbytes(self) -> int:
         columns = (self.hashes, self.ops, self.keys, self.subkeys, self.values)
