@@ -29,6 +29,7 @@ _MARK = "SOAK_MARK"
 _DRIVER_MARK = "SOAK_DRIVER"
 #: What a nursery runs, and what is forked from it seems to run.
 _NURSERY = "anabranch.worker.nursery"
+_LOWEST = 19
 #: What Spark runs for a streaming source that is written in Python.
 _SOURCE = "pyspark.sql.streaming.python_streaming_source_runner"
 _LOOK_INTERVAL_S = 0.02
@@ -77,8 +78,9 @@ class Driver:
         return sorted(marked(_DRIVER_MARK, self._mark), key=lambda process: process.pid != self.pid)
 
     def workers(self) -> list[psutil.Process]:
-        """Forked from a nursery, which may be gone; that is a child of the driver."""
-        return [process for process in self.family() if _runs(process, _NURSERY) and _parent(process) != self.pid]
+        """Forked from a nursery, which may be gone; that is a child of the driver. Snapshots have the lowest priority."""
+        forked = [process for process in self.family() if _runs(process, _NURSERY) and _parent(process) != self.pid]
+        return [process for process in forked if _niceness(process) < _LOWEST]
 
     def nurseries(self) -> list[psutil.Process]:
         return [process for process in self.family() if _runs(process, _NURSERY) and _parent(process) == self.pid]
@@ -214,6 +216,13 @@ def _parent(process: psutil.Process) -> int:
         return int(process.ppid())
     except _GONE:
         return 0
+
+
+def _niceness(process: psutil.Process) -> int:
+    try:
+        return int(process.nice())
+    except _GONE:
+        return _LOWEST
 
 
 def _is_java(process: psutil.Process) -> bool:

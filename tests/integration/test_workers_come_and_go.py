@@ -20,6 +20,7 @@ from pyspark.sql import SparkSession
 
 from anabranch import cli
 from anabranch.control import cluster, launcher
+from anabranch.control.nursery import NURSERY
 from anabranch.control.openapi import description
 from anabranch.core.errors import SettingsError, UnsupportedError
 from anabranch.core.ids import WorkerId
@@ -108,8 +109,8 @@ def test_a_rescale_whose_workers_cannot_be_started_has_failed(
     with live.running(workers=1, heartbeat=heartbeat) as query:
         live.run(2)
         with monkeypatch.context() as patch:
-            launcher._NURSERY.close()
-            patch.setattr(launcher._NURSERY, "_command", ["/bin/false"])
+            NURSERY.close()
+            patch.setattr(NURSERY, "_command", ["/bin/false"])
             rescale = query.rescale(workers=2)
             assert not rescale.wait(10)
             assert "A state worker failed to start" in rescale.progress()["message"]
