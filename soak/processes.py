@@ -78,7 +78,7 @@ class Driver:
         return sorted(marked(_DRIVER_MARK, self._mark), key=lambda process: process.pid != self.pid)
 
     def workers(self) -> list[psutil.Process]:
-        """Forked from a nursery, which may be gone; that is a child of the driver. Snapshots have the lowest priority."""
+        """Forked from a nursery, a child of the driver, which may be gone. Snapshots have the lowest priority."""
         forked = [process for process in self.family() if _runs(process, _NURSERY) and _parent(process) != self.pid]
         return [process for process in forked if _niceness(process) < _LOWEST]
 
