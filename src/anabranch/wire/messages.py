@@ -146,7 +146,8 @@ class Read(EpochRequest):
     rest: bool = False
     #: Also answer with the rows of these groups that are due: Expiry as JSON, at most one for each state variable.
     expired: list[dict[str, Any]] = field(default_factory=list)
-    #: Also answer with the entries of every other key of these groups that has a row which is due: Expiry as JSON.
+    #: Also answer with every other key of these groups that has a row which is due, Expiry as JSON, and with the
+    #: entries of these keys, as far as a message has room for them.
     due: dict[str, Any] | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -171,16 +171,28 @@ class RoutedState:
             )
             _, tables = self._client(routing, worker).call(request, {KEYS: chunk, **(load if start == 0 else {})})
             found, due = _named(tables, ""), _named(tables, DUE)
+            due_keys = due.pop("", None)
+            if due_keys is not None and len(due_keys) > MAX_ROWS_PER_MESSAGE:
+                due = self._with_others(self._client(routing, worker), request, due_keys, due)
             parts.append(
                 Answers(
                     found={name: _shifted(table, start, rows) for name, table in found.items()},
                     rest=_named(tables, REST),
                     expired=_named(tables, EXPIRED),
-                    due_keys=due.pop("", None),
+                    due_keys=due_keys,
                     due=due,
                 )
             )
         return _joined(parts, ordered=False)
+
+    @staticmethod
+    def _with_others(client: WorkerClient, request: Read, due_keys: pa.Table, due: Tables) -> Tables:
+        """Of very many keys, the entries of the first have come along; those of the others are read as usual."""
+        plain, parts = replace(request, groups=[], rest=False, expired=[], due=None), [due]
+        for start, others in _chunks(due_keys.slice(MAX_ROWS_PER_MESSAGE), limit=MAX_ROWS_PER_MESSAGE):
+            _, tables = client.call(plain, {KEYS: others})
+            parts.append({name: _shifted(t, MAX_ROWS_PER_MESSAGE + start, None) for name, t in tables.items()})
+        return _merge(parts, ordered=False)
 
     def _write_to(self, routing: Routing, worker: int, changes: Tables, *, late: int) -> None:
         access = self._access

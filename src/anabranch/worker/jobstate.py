@@ -18,7 +18,7 @@ from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, INDEX, StageSpec
 from anabranch.wire import messages
-from anabranch.wire.routed import DUE, EXPIRED, REST, Expiry
+from anabranch.wire.routed import DUE, EXPIRED, MAX_ROWS_PER_MESSAGE, REST, Expiry
 from anabranch.worker.holdings import Holdings, Sources, Variable
 from anabranch.worker.layers import VariableState
 from anabranch.worker.origins import CheckpointOrigin
@@ -152,7 +152,7 @@ class JobState:
         wanted = keys
         if request.due is not None:
             answers[DUE] = self._due_keys(Expiry(**request.due), request, keys, epoch)
-            wanted = pa.concat_tables([keys, answers[DUE]])
+            wanted = pa.concat_tables([keys, answers[DUE].slice(0, MAX_ROWS_PER_MESSAGE)])
         hashes = wanted.column(HASH).to_numpy()
         for name in self.variables_of(request.stage):
             state = self._states[request.stage, name]

@@ -93,10 +93,12 @@ class Workers:
         if request.expired:
             answers[EXPIRED + "total"] = table([(g, -g, 0) for g in request.groups], SPEC.layouts["total"].rows)
         if request.due is not None:
-            # Of each group two keys, of which the second has an entry.
+            # Of each group two keys; the entries of as many of them as a message may have.
             keys = [g + KEY_GROUPS * n for g in request.groups for n in (100, 101)]
+            come = list(enumerate(keys))[: routed.MAX_ROWS_PER_MESSAGE]
             answers[DUE] = keys_of(keys)
-            answers[DUE + "total"] = table([(i, k) for i, k in enumerate(keys) if i % 2], SPEC.layouts["total"].answers)
+            answers[DUE + "total"] = table([(i, 10 * k) for i, k in come], SPEC.layouts["total"].answers)
+            answers[DUE + "items"] = table([], SPEC.layouts["items"].answers)
         return answers
 
     def check_owned(self, address: str, rows: pa.Table) -> None:
@@ -246,19 +248,24 @@ def test_the_rest_and_what_is_over_come_once_for_each_group(monkeypatch: pytest.
     assert state.ask(keys_of([]), rest=True).rest["total"].num_rows == 4
 
 
-def test_keys_that_are_due_come_in_the_same_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routed, "MAX_ROWS_PER_MESSAGE", 2)
+@pytest.mark.parametrize("most", [1, 2, 3, 100])
+def test_keys_that_are_due_come_in_the_same_exchange_if_they_are_not_too_many(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(routed, "MAX_ROWS_PER_MESSAGE", most)
     workers = Workers(routing_of([0, 1] * 6))
     monkeypatch.setattr(routed, "connections", workers)
     state = state_at(access_to(workers.routing, [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]))
     keys = keys_of([0, 12, 24, 1])
     answers = state.ask(keys, due=Expiry("total", "k", "", 5))
-    assert [address for address, _ in sorted(workers.reads, key=lambda read: read[0])] == ["a:0", "a:1"]
+    # Four keys are due on one worker, and two on the other.
+    messages = {1: [4, 2], 2: [2, 1], 3: [2, 1], 100: [1, 1]}[most]
+    assert [[address for address, _ in workers.reads].count(address) for address in ("a:0", "a:1")] == messages
     assert answers.due_keys is not None
     names = answers.due_keys.column("k").to_pylist()
     assert sorted(names) == [1200, 1201, 1202, 1212, 1213, 1214]
     entries = answers.due["total"].to_pylist()
-    assert sorted((names[row[INDEX]], row["n"]) for row in entries) == [(k, k) for k in (1212, 1213, 1214)]
+    assert sorted((names[row[INDEX]], row["n"]) for row in entries) == [(k, 10 * k) for k in sorted(names)]
     assert len(answers.found["total"]) == 4
     assert state.ask(keys).due_keys is None
 
