@@ -17,8 +17,9 @@ from soak.driver import make_session
 from soak.jobs import JOBS, MODELS
 from soak.places import Places
 from soak.reference import rows_by_spark
+from soak.report import report, summary
 from soak.run import Outcome, clear, modelled, play
-from soak.scenarios import Kind, Scenario, draw
+from soak.scenarios import STORES, Scenario, Wanted, draw
 
 _SEEDS = 1 << 31
 
@@ -27,19 +28,30 @@ def soak(
     minutes: Annotated[float, typer.Option(help="Start no further scenario after so many minutes.")] = 10.0,
     seed: Annotated[int | None, typer.Option(help="The first scenario; the next ones follow it.")] = None,
     job: Annotated[str | None, typer.Option(help=f"Play this query only: {', '.join(JOBS)}.")] = None,
+    store: Annotated[str | None, typer.Option(help="Use this store only: memory, rocksdb or redis.")] = None,
+    checkpoint_interval_s: Annotated[
+        float | None, typer.Option(help="Make an epoch durable so often only; 0: every epoch.")
+    ] = None,
+    failing_storage: Annotated[
+        bool | None, typer.Option("--failing-storage/--no-failing-storage", help="Let the storage fail, or never.")
+    ] = None,
     folder: Annotated[Path | None, typer.Option(help="Where to work; what failed stays there.")] = None,
 ) -> None:
     """Disturb real queries at random, and compare rows and state with those of Spark and of undisturbed runs.
 
     Queries: aggregations, windows, sessions, dropped duplicates, an outer join, processors with value, list and map
-    state and timers, applyInPandasWithState, processInArrow; with memory, RocksDB or Redis.
+    state and timers, applyInPandasWithState, processInArrow, timers, expiry and time-outs of processing time; with
+    memory, RocksDB or Redis; every epoch durable, or one every few seconds.
 
     Faults: workers, drivers, tasks, the process that workers are forked from and Spark's source processes are killed;
     workers and whole drivers stand still; workers join and leave; the query is rescaled; drivers end at each step of
-    an epoch.
+    an epoch; the storage of the checkpoint fails for a while.
     """
     if job is not None and job not in JOBS:
         raise typer.BadParameter(f"There is no query {job!r}. There are: {', '.join(JOBS)}.")
+    if store is not None and store not in STORES:
+        raise typer.BadParameter(f"There is no store {store!r}. There are: {', '.join(STORES)}.")
+    wanted = Wanted(job, store, checkpoint_interval_s, failing_storage)
     first = time.time_ns() % _SEEDS if seed is None else seed
     place = Path(tempfile.mkdtemp(prefix="anabranch-soak-")) if folder is None else folder
     place.mkdir(parents=True, exist_ok=True)
@@ -50,7 +62,7 @@ def soak(
     checked: set[str] = set()
     end_s = time.monotonic() + 60 * minutes
     while not outcomes or time.monotonic() < end_s:
-        scenario = draw(first + len(outcomes), job=job)
+        scenario = draw(first + len(outcomes), wanted=wanted)
         if scenario.job in MODELS and scenario.job not in checked:
             wrong += check_model(spark, first, scenario.job, place)
             checked.add(scenario.job)
@@ -64,7 +76,7 @@ def soak(
             say(f"  {line}")
         if outcome.is_right and not outcome.errors:
             clear(places)
-    for line in [*wrong, *summary(outcomes)]:
+    for line in [*wrong, *summary(outcomes, wanted)]:
         say(line)
     spark.stop()
     raise typer.Exit(1 if wrong or not all(outcome.is_right for outcome in outcomes) else 0)
@@ -82,44 +94,6 @@ def check_model(spark: SparkSession, seed: int, job: str, place: Path) -> list[s
     say(f"{job}: {outcome.verdict.rows} rows by an undisturbed query; Spark's own are {same}")
     clear(places)
     return wrong
-
-
-def report(outcome: Outcome) -> list[str]:
-    """One scenario, in a few lines."""
-    faults = ", ".join(f"{count} {kind}" for kind, count in sorted(outcome.faults.items())) or "no faults"
-    counts = f"{outcome.drivers} drivers, {outcome.epochs} epochs, {outcome.verdict.rows} rows"
-    lines = [f"{outcome.duration_s:.0f} s, {counts}; {faults}"]
-    if outcome.fenced:
-        lines.append(f"drivers that were replaced ended with {', '.join(outcome.fenced)}")
-    lines += [f"a query ended by itself: {error}" for error in outcome.errors]
-    lines += [f"WRONG: {finding}" for finding in outcome.verdict.findings]
-    return lines
-
-
-def summary(outcomes: list[Outcome]) -> list[str]:
-    """All scenarios together."""
-    faults: Counter[Kind] = Counter()
-    for outcome in outcomes:
-        faults.update(outcome.faults)
-    failed = [outcome.scenario for outcome in outcomes if not outcome.is_right]
-    ended = [outcome.scenario.seed for outcome in outcomes if outcome.errors]
-    jobs = Counter(outcome.scenario.job for outcome in outcomes)
-    lines = [
-        f"scenarios  {len(outcomes)}: " + ", ".join(f"{count} {job}" for job, count in sorted(jobs.items())),
-        f"faults     {faults.total()}: " + ", ".join(f"{count} {kind}" for kind, count in sorted(faults.items())),
-        f"epochs     {sum(outcome.epochs for outcome in outcomes)}",
-        f"rows       {sum(outcome.verdict.rows for outcome in outcomes)}",
-        f"lost       {sum(outcome.verdict.lost for outcome in outcomes)}",
-        f"doubled    {sum(outcome.verdict.doubled for outcome in outcomes)}",
-        f"wrong      {sum(outcome.verdict.wrong for outcome in outcomes)}",
-        f"queries that ended by themselves and went on after a restart  {len(ended)}{_seeds(ended)}",
-    ]
-    lines += [f"WRONG; to see it again: ./run soak --minutes 0 --seed {each.seed} --job {each.job}" for each in failed]
-    return lines
-
-
-def _seeds(seeds: list[int]) -> str:
-    return f" (seeds {', '.join(map(str, seeds))})" if seeds else ""
 
 
 def say(line: str) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.control import assigning as assigning_module
+from anabranch.control import changing as changing_module
 from anabranch.control import claims as claims_module
-from anabranch.control import cluster as cluster_module
 from anabranch.control import durability as durability_module
 from anabranch.control import resume as resume_module
+from anabranch.control.changing import ChangeInProgress
 from anabranch.control.cluster import Cluster
 from anabranch.control.coordinator import Coordinator
+from anabranch.control.epochs import EpochExecutor
 from anabranch.core import epoch_events as events
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.sinks import FileSink
@@ -116,18 +118,18 @@ def _places_of(step: str, epoch: int) -> tuple[Any, str, _Applies]:
         "begin": (Coordinator, "begin", is_epoch),
         "sink": (FileSink, "write", is_epoch),
         "seal": (Coordinator, "missing", is_epoch),
-        "prepare": (Coordinator, "_ask", is_asked(events.PrepareOn)),
+        "prepare": (EpochExecutor, "_ask", is_asked(events.PrepareOn)),
         "manifest": (durability_module, "write_manifest", lambda _, manifest: manifest.epoch == epoch),
-        "commit": (Coordinator, "_ask", is_asked(events.CommitOn)),
+        "commit": (EpochExecutor, "_ask", is_asked(events.CommitOn)),
         "spark-commit": (EpochLoop, "__call__", is_epoch),
         "claim": (claims_module, "save_shape", always),
         "route": (resume_module, "save_route", always),
         "open": (resume_module, "carry_out", always),
         "change": (Cluster, "change", always),
-        "reroute": (cluster_module, "save_route", always),
-        "assign": (cluster_module, "carry_out", always),
+        "reroute": (changing_module, "save_route", always),
+        "assign": (changing_module, "carry_out", always),
         "assign-one": (assigning_module, "_assign", is_in_change),
-        "migrate": (Cluster, "_begin_migration", always),
+        "migrate": (ChangeInProgress, "_note_made", always),
     }
     return found[step]
 

@@ -20,8 +20,11 @@ from anabranch.core.schemas import POSITION
 from soak import crashpoints
 from soak.jobs import JOBS, SCHEMA, Job, State, Values, plain
 from soak.places import Places, write_json
+from soak.processes import wait_until
 
 FAILED = 3
+#: State that has not gone by then is found by the verdict.
+_VANISHED_MAX_S = 60.0
 
 
 def start(
@@ -49,6 +52,14 @@ def state_of(query: Any, job: Job) -> State:
             # Which element of a list has which position may depend on the order in which rows came.
             found[f"{stage.spec.name} {variable.name}"] = _sorted(rows.drop(POSITION).collect())
     return found
+
+
+def is_done(query: Any, job: Job) -> bool:
+    """Whether all state has gone that goes as time passes, once no rows come any more; raises if the query failed."""
+    if (error := query.exception()) is not None:
+        raise error
+    places = {name: place for name, place in (job.variables or {}).items() if name in job.vanishing}
+    return all(query.state(*place).isEmpty() for place in places.values())
 
 
 def _rows(found: list[Any], name: str) -> list[Values]:
@@ -91,6 +102,7 @@ def main() -> int:
     parser.add_argument("--job", choices=JOBS, required=True)
     parser.add_argument("--files-per-epoch", type=int, default=1)
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--stay", action="store_true", help="wait for more input in the end, for ever")
     arguments = parser.parse_args()
     places, job = Places(arguments.folder), JOBS[arguments.job]
     spark = make_session(arguments.folder)
@@ -104,7 +116,10 @@ def main() -> int:
         write_json(places.url(os.getpid()), query.url)
         write_json(places.ready(os.getpid()), [worker["pid"] for worker in query.workers()])
         query.processAllAvailable()
+        wait_until(lambda: is_done(query, job), _VANISHED_MAX_S)
         write_json(places.state, state_of(query, job))
+        if arguments.stay:
+            query.awaitTermination()
         query.stop()
     except Exception as error:
         write_json(places.error(os.getpid()), {"kind": type(error).__name__, "message": str(error)})

@@ -15,7 +15,7 @@ from pyspark.sql import Row
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
-from soak import operators
+from soak import operators, timed
 
 # Tasks run in processes that do not have this package on their path.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
@@ -134,6 +134,10 @@ class Job:
     mode: str = "update"
     #: What gives the same in Spark, if it is not the same query.
     native: Callable[[Any], Any] | None = None
+    #: A model of a query that goes by processing time: it needs to know when each epoch was.
+    timed: Callable[[Sequence[timed.TimedEpoch]], timed.Result] | None = None
+    #: Parts of its state of which nothing is left some time after the last rows: the query is not done before.
+    vanishing: tuple[str, ...] = ()
 
     @property
     def goes_by_event_time(self) -> bool:
@@ -317,6 +321,20 @@ JOBS = {
         _of_events("visits", operators.visits),
         _of_events("absences", operators.absences),
         _of_events("totals", operators.totals, native=operators.totals_by_spark),
+        Job(
+            "pauses",
+            timed.pauses,
+            variables={name: ("stage1", name) for name in ("rows", *timed.PAUSES_LEAVE_NOTHING_IN)},
+            timed=timed.model_pauses,
+            vanishing=timed.PAUSES_LEAVE_NOTHING_IN,
+        ),
+        Job(
+            "timeouts",
+            timed.timeouts,
+            variables={"state": ("stage1", "state")},
+            timed=timed.model_timeouts,
+            vanishing=("state",),
+        ),
     )
 }
 #: Those that have a model.

@@ -60,6 +60,11 @@ class Places:
         """There once it may go on."""
         return self.root / "go"
 
+    @property
+    def storage(self) -> Path:
+        """Says until when the storage of the checkpoint fails."""
+        return self.root / "storage.json"
+
     def ready(self, pid: int) -> Path:
         """There once the query of this driver runs; holds the pids of its workers."""
         return self.root / f"ready-{pid}.json"

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from anabranch.engine import pythondaemon
-from soak import crashpoints
+from soak import crashpoints, failingstorage
 from soak.places import Places
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -114,6 +114,12 @@ class Processes:
         #: Where the Redis server of this query is; empty if it has none.
         self.redis_url = ""
         self._redis: subprocess.Popen[bytes] | None = None
+
+    def let_storage_fail(self) -> None:
+        """From now on, processes that are started have a storage that fails when it is told to."""
+        paths = [str(failingstorage.SITE), str(_ROOT), self.environment.get("PYTHONPATH", "")]
+        self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        self.environment[failingstorage.VARIABLE] = str(self._places.storage)
 
     def start_driver(self, arguments: Sequence[str], crash: str | None = None) -> Driver:
         driver = Driver(self._places, arguments, self.environment, crash)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
@@ -12,6 +14,7 @@ from pyspark.sql import functions as F
 from soak.driver import source, start, state_of
 from soak.jobs import JOBS, Expected, InputRow, Job, Values, plain
 from soak.places import Places
+from soak.processes import wait_until
 
 _WAIT_S = 240
 _PROVIDER = "spark.sql.streaming.stateStore.providerClass"
@@ -38,6 +41,27 @@ def rows_by_spark(spark: SparkSession, job: str, places: Places, files_per_epoch
     return _by_streaming(spark, JOBS[job], places, files_per_epoch)
 
 
+def timed_by_spark(spark: SparkSession, job: Job, places: Places, *, until: int) -> tuple[Counter[Values], Path]:
+    """What Spark makes of a job that goes by processing time, and the checkpoint with the times that it has logged.
+
+    It goes on without rows until so many rows came out; Spark gives such a query no end of its own.
+    """
+    rows: Counter[Values] = Counter()
+    checkpoint = places.root / f"native-{uuid.uuid4().hex}"
+
+    def keep(batch: DataFrame, _: int) -> None:
+        rows.update(map(plain, batch.collect()))
+
+    with _rocksdb(spark):
+        writer = job.build(source(spark, places, 1)).writeStream.outputMode(job.mode).foreachBatch(keep)
+        started = writer.option("checkpointLocation", str(checkpoint)).start()
+        try:
+            wait_until(lambda: not started.isActive or rows.total() >= until, _WAIT_S)
+        finally:
+            started.stop()
+    return rows, checkpoint
+
+
 def _by_streaming(spark: SparkSession, job: Job, places: Places, files_per_epoch: int) -> Counter[Values]:
     """With Spark's own operators and state store."""
     rows: Counter[Values] = Counter()
@@ -45,9 +69,7 @@ def _by_streaming(spark: SparkSession, job: Job, places: Places, files_per_epoch
     def keep(batch: DataFrame, _: int) -> None:
         rows.update(map(plain, batch.collect()))
 
-    before = spark.conf.get(_PROVIDER, None)
-    spark.conf.set(_PROVIDER, _ROCKSDB)
-    try:
+    with _rocksdb(spark):
         native = (job.native or job.build)(source(spark, places, files_per_epoch))
         writer = native.writeStream.outputMode(job.mode).foreachBatch(keep)
         checkpoint = str(places.root / f"native-{uuid.uuid4().hex}")
@@ -55,12 +77,21 @@ def _by_streaming(spark: SparkSession, job: Job, places: Places, files_per_epoch
         if not started.awaitTermination(_WAIT_S):
             started.stop()
             raise TimeoutError(f"Spark's own query took longer than {_WAIT_S} s.")
+    return rows
+
+
+@contextmanager
+def _rocksdb(spark: SparkSession) -> Iterator[None]:
+    """Lets Spark keep state in RocksDB, which its processors need."""
+    before = spark.conf.get(_PROVIDER, None)
+    spark.conf.set(_PROVIDER, _ROCKSDB)
+    try:
+        yield
     finally:
         if before is None:
             spark.conf.unset(_PROVIDER)
         else:
             spark.conf.set(_PROVIDER, before)
-    return rows
 
 
 def _second_stage(spark: SparkSession, ledgers: Counter[Values], files_per_epoch: int) -> Counter[Values]:

@@ -17,23 +17,27 @@ from typing import Any
 import psutil
 from pyspark.sql import SparkSession
 
-from soak import crashpoints
+from anabranch.wire import keyring
+from soak import crashpoints, failingstorage
 from soak.driver import FAILED
 from soak.jobs import JOBS, MODELS, Expected, epochs_of, epochs_taken
 from soak.places import Places
 from soak.processes import Driver, Processes, is_alive, send, wait_until
 from soak.reference import undisturbed
 from soak.scenarios import ENDS_DRIVER, Fault, Kind, Scenario
+from soak.timed import times_logged
 from soak.verdict import Verdict, judge
 
 _LOOK_INTERVAL_S = 0.02
 #: How long a scenario may stand still before it counts as hung: a start on a busy machine takes long.
-_STILL_MAX_S = 90.0
+_STILL_MAX_S = 180.0
 _STARTS_MAX = 20
 #: Within this time, what belongs to a driver that is gone has to be gone as well.
 _LEFT_MAX_S = 30.0
 _HICCUP_S = 0.7
 _ANSWER_S = 5.0
+#: What Spark says of a source whose process was killed, later on or while it started.
+_SOURCE_GONE = ("source", "failed to connect back")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ class Outcome:
     faults: Counter[Kind]
     drivers: int
     epochs: int
+    #: How often which operation of the storage failed.
+    storage_errors: Counter[str]
+    #: How often the query ended because of that.
+    storage_ends: int
     #: Queries that ended by themselves: the errors of those that no fault had ended.
     errors: tuple[str, ...]
     #: What drivers that had been replaced said in the end.
@@ -59,8 +67,11 @@ class Outcome:
 def expected_of(spark: SparkSession, scenario: Scenario, places: Places) -> Expected:
     """What an undisturbed run gives, with the epochs that the disturbed one had."""
     job, files = JOBS[scenario.job], scenario.input()
-    # An epoch without rows, at the end, changes nothing; after others it would change which rows are late.
     epochs = epochs_taken(files, places.checkpoint, scenario.files_per_epoch)
+    if job.timed is not None:
+        # An epoch that was planned and never run comes after all timers, so nothing is due in it.
+        return Expected(*job.timed(list(zip(times_logged(places.checkpoint), epochs, strict=True))))
+    # An epoch without rows, at the end, changes nothing; after others it would change which rows are late.
     while epochs and not epochs[-1]:
         epochs.pop()
     if job.model is not None:
@@ -93,6 +104,8 @@ def play(spark: SparkSession, scenario: Scenario, places: Places) -> Outcome:
         faults=run.faults,
         drivers=run.drivers,
         epochs=places.committed_epochs(),
+        storage_errors=failingstorage.errors_of(places.storage),
+        storage_ends=run.storage_ends,
         errors=tuple(run.errors),
         fenced=tuple(run.fenced),
         duration_s=time.monotonic() - run.started_s,
@@ -113,6 +126,7 @@ class _Run:
         self.started_s = time.monotonic()
         self.faults: Counter[Kind] = Counter()
         self.drivers = 0
+        self.storage_ends = 0
         self.errors: list[str] = []
         self.fenced: list[str] = []
         self._left: deque[Fault] = deque(scenario.faults)
@@ -135,6 +149,8 @@ class _Run:
         self._moved: tuple[float, int, int] = (time.monotonic(), 0, 0)
         if scenario.store == "redis":
             self.processes.start_redis()
+        if scenario.storage_fails:
+            self.processes.let_storage_fail()
         self._driver = self._start()
 
     def until_finished(self) -> list[str]:
@@ -173,6 +189,7 @@ class _Run:
         scenario = self._scenario
         options: dict[str, Any] = {"workerTimeout": scenario.worker_timeout_s, "heartbeat": 0.5, "requestTimeout": 30}
         options |= {"store": scenario.store, "migration": scenario.migration}
+        options["checkpointInterval"] = scenario.checkpoint_interval_s
         if self.processes.redis_url:
             options["redisUrl"] = self.processes.redis_url
         if scenario.apart:
@@ -194,7 +211,10 @@ class _Run:
             self._crashes.popleft()
         elif code == FAILED:
             error = driver.error() or {"kind": "unknown", "message": ""}
-            if self._is_source_killed and "source" in error["message"]:
+            if self._is_source_killed and any(words in error["message"] for words in _SOURCE_GONE):
+                return
+            if failingstorage.REASON in error["message"]:
+                self.storage_ends += 1
                 return
             self.errors.append(f"{error['kind']}: {error['message'][:600]}")
         elif code != -signal.SIGKILL:
@@ -259,6 +279,9 @@ class _Run:
                 return self._rescale(choice)
             case Kind.JOIN:
                 return self._join()
+            case Kind.STORAGE:
+                window = self._places.storage
+                failingstorage.let_fail(window, for_s=fault.failing_s, rate=fault.rate, seed=fault.choice)
             case Kind.NURSERY:
                 return any(send(nursery, signal.SIGKILL) for nursery in self._driver.nurseries())
             case Kind.TASK:
@@ -347,7 +370,10 @@ class _Run:
 
 def ask(url: str, path: str, body: dict[str, Any]) -> bool:
     """Whether the driver there does what it is asked."""
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+    if (job := keyring.find(url)) is None:
+        return False
+    headers = {"content-type": "application/json", "authorization": f"Bearer {job.credentials.token}"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=_ANSWER_S):
             return True

@@ -32,6 +32,9 @@ class Kind(StrEnum):
     JOIN = "worker joined"
     #: A state worker is told to stop: it hands over what it has, and leaves.
     LEAVE = "worker told to stop"
+    #: The storage of the checkpoint fails now and then, before an effect or after it, for long enough that a driver
+    #: which ends because of it is followed by one that starts in the middle of it.
+    STORAGE = "storage failing"
     #: The driver's Python process is killed; a new driver starts at once.
     DRIVER = "driver killed"
     #: Everything on the driver's machine is killed at the same moment; a new driver starts.
@@ -58,7 +61,10 @@ _WEIGHTS = {
     Kind.MACHINE: 1,
     Kind.ZOMBIE: 1,
 }
+#: Beside the others, if the storage of a scenario fails.
+_STORAGE_WEIGHT = 12
 _DRIVERS_MAX = 4
+STORES = ("memory", "rocksdb", "redis")
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,9 @@ class Fault:
     early: bool = False
     #: How long a process stands still.
     pause_s: float = 0.0
+    #: Which part of the operations of a storage fails, and for how long.
+    rate: float = 0.0
+    failing_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,12 @@ class Scenario:
     worker_timeout_s: float = 2.0
     #: How state follows when workers come and go.
     migration: str = "lazy"
+    #: Seconds from one durable epoch to the next; 0: every epoch is durable.
+    checkpoint_interval_s: float = 0.0
+
+    @property
+    def storage_fails(self) -> bool:
+        return any(Kind.STORAGE in fault.kinds for fault in self.faults)
 
     @property
     def epochs(self) -> int:
@@ -114,31 +129,60 @@ class Scenario:
 
     def __str__(self) -> str:
         kind = f"{self.workers} {self.store} workers{' of their own' if self.apart else ''}, {self.migration}"
-        return f"seed {self.seed}: {self.job}, {self.epochs} epochs of {self.files_per_epoch} files, {kind}"
+        durable = f"every {self.checkpoint_interval_s:g} s" if self.checkpoint_interval_s else "every epoch"
+        storage = f", durable {durable}{', failing storage' if self.storage_fails else ''}"
+        return f"seed {self.seed}: {self.job}, {self.epochs} epochs of {self.files_per_epoch} files, {kind}{storage}"
 
 
-def draw(seed: int, *, faults_max: int = 8, job: str | None = None) -> Scenario:
-    """The scenario of a seed, which says also of which job, unless one is given."""
+@dataclass(frozen=True)
+class Wanted:
+    """What is not left to chance; None: it is."""
+
+    job: str | None = None
+    store: str | None = None
+    checkpoint_interval_s: float | None = None
+    failing_storage: bool | None = None
+
+    def options(self) -> str:
+        """The same on the command line."""
+        switch = {None: "", True: "failing-storage", False: "no-failing-storage"}[self.failing_storage]
+        values = {"job": self.job, "store": self.store, "checkpoint-interval-s": self.checkpoint_interval_s}
+        return " ".join(
+            [f"--{name} {value}" for name, value in values.items() if value is not None]
+            + [f"--{switch}"] * bool(switch)
+        )
+
+
+def draw(seed: int, *, faults_max: int = 8, wanted: Wanted | None = None) -> Scenario:
+    """The scenario of a seed, but for what is wanted."""
+    wanted = wanted or Wanted()
     random_ = random.Random(f"scenario {seed}")
     files_per_epoch = random_.randint(1, 3)
     epochs = random_.randint(15, 40)
     apart = random_.random() < 0.25
     workers = random_.randint(2, 3) + apart
     crashes = _crashes(random_, epochs)
-    drawn = random_.choice(sorted(JOBS))
+    drawn = random_.choice([*sorted(JOBS), *(name for name, job in JOBS.items() if job.timed is not None)])
+    store = random_.choice(["memory", "memory", "rocksdb", "redis"])
+    interval_s = random_.choice([0.0, 0.0, 0.5, 2.0, 10.0])
+    storage_fails = random_.random() < 0.35
+    storage_fails = storage_fails if wanted.failing_storage is None else wanted.failing_storage
+    count = random_.randint(2, faults_max)
+    faults = _faults(random_, count, drivers_left=_DRIVERS_MAX - len(crashes), storage_fails=storage_fails)
     return Scenario(
         seed=seed,
-        job=drawn if job is None else job,
+        job=wanted.job or drawn,
         files=epochs * files_per_epoch - random_.randrange(files_per_epoch),
         rows=random_.choice([20, 60, 300]),
         keys=random_.choice([50, 400, 3000]),
         files_per_epoch=files_per_epoch,
         workers=workers,
-        store=random_.choice(["memory", "memory", "rocksdb", "redis"]),
+        store=wanted.store or store,
         apart=apart,
-        faults=_faults(random_, random_.randint(2, faults_max), drivers_left=_DRIVERS_MAX - len(crashes)),
+        faults=faults,
         crashes=crashes,
         migration=random_.choice(["lazy", "lazy", "lazy", "eager"]),
+        checkpoint_interval_s=interval_s if wanted.checkpoint_interval_s is None else wanted.checkpoint_interval_s,
     )
 
 
@@ -155,11 +199,14 @@ def _crashes(random_: random.Random, epochs: int) -> tuple[str, ...]:
     return tuple(points)
 
 
-def _faults(random_: random.Random, count: int, drivers_left: int) -> tuple[Fault, ...]:
+def _faults(random_: random.Random, count: int, *, drivers_left: int, storage_fails: bool) -> tuple[Fault, ...]:
+    weights = _WEIGHTS | ({Kind.STORAGE: _STORAGE_WEIGHT} if storage_fails else {})
     faults = []
-    for _ in range(count):
+    for number in range(count):
         size = random_.choices([1, 2, 3], [6, 2, 1])[0]
-        kinds = random_.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=size)
+        kinds = random_.choices(list(weights), list(weights.values()), k=size)
+        if storage_fails and number == 0:
+            kinds[0] = Kind.STORAGE
         ending = [kind for kind in kinds if kind in ENDS_DRIVER]
         # One driver ends at a time, and each start of another takes its time.
         kinds = [kind for kind in kinds if kind not in ENDS_DRIVER] + ending[: drivers_left > 0]
@@ -171,6 +218,8 @@ def _faults(random_: random.Random, count: int, drivers_left: int) -> tuple[Faul
                 choice=random_.randrange(1 << 30),
                 early=random_.random() < 0.15,
                 pause_s=round(random_.uniform(2.2, 5.0), 2),
+                rate=random_.choice([0.03, 0.1, 0.3]) if Kind.STORAGE in kinds else 0.0,
+                failing_s=round(random_.uniform(8.0, 25.0), 2) if Kind.STORAGE in kinds else 0.0,
             )
         )
     return tuple(faults)

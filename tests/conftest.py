@@ -17,6 +17,14 @@ settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("anabranch")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tokens of the jobs of tests are not among those of the user who runs them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def _utc() -> Iterator[None]:
     """The time zone of this process and of those it starts: Spark's Python side converts times with it."""

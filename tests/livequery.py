@@ -56,7 +56,9 @@ class LiveQuery:
         self.places = Places(folder)
         self.places.input.mkdir(parents=True)
         self._files = list(_files(rows, keys))
+        #: How many files have been added: by the test, and beside it by the thread that keeps rows flowing.
         self.fed = 0
+        self._feeding = threading.Lock()
         #: The rows that came out of each epoch.
         self.epochs: dict[int, list[Any]] = {}
         self.query: Any = None
@@ -82,8 +84,9 @@ class LiveQuery:
 
     def add(self, count: int = 1) -> None:
         """Files for so many epochs."""
-        self.places.add_input(self._files[self.fed : self.fed + count], first=self.fed)
-        self.fed += count
+        with self._feeding:
+            self.places.add_input(self._files[self.fed : self.fed + count], first=self.fed)
+            self.fed += count
 
     def add_rows(self, rows: list[InputRow]) -> None:
         """An epoch of these rows."""
@@ -172,7 +175,8 @@ def worker_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], d
     assert process.stdout is not None
     assert process.stderr is not None
     try:
-        yield process, json.loads(process.stdout.readline())
+        # One that cannot begin says nothing.
+        yield process, json.loads(process.stdout.readline() or "{}")
     finally:
         process.kill()
         process.wait()

@@ -8,13 +8,17 @@ from typing import Annotated
 
 import typer
 
+from anabranch.cli_api import TlsAuthority, TlsCertificate, TlsKey, Token
 from anabranch.cli_checkpoint import checkpoint_app
 from anabranch.cli_control import drain, scale, status, stop, workers
+from anabranch.cli_control import token as show_token
 from anabranch.cli_history import savepoint
 from anabranch.core.errors import AnabranchError
 from anabranch.core.settings import STORES
 from anabranch.demo.command import demo
 from anabranch.workload.command import workgen
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="anabranch",
@@ -32,6 +36,7 @@ def _commands() -> None:
 
 @app.command()
 def worker(
+    context: typer.Context,
     host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 0,
     store: Annotated[str, typer.Option(help=f"Where state is kept: {' or '.join(STORES)}.")] = "memory",
@@ -39,12 +44,16 @@ def worker(
         str, typer.Option(envvar="ANABRANCH_REDIS_URL", help="Where the shared store is, with --store redis.")
     ] = "redis://localhost:6379/0",
     state_path: Annotated[str, typer.Option(help="Directory for local state; empty: a temporary one.")] = "",
-    token: Annotated[str, typer.Option(envvar="ANABRANCH_TOKEN", help="Shared secret of workers and queries.")] = "",
+    token: Token = "",
+    tls_certificate: TlsCertificate = "",
+    tls_key: TlsKey = "",
+    tls_authority: TlsAuthority = "",
     worker_id: Annotated[str, typer.Option("--id", help="Name of this worker; empty: made from host and pid.")] = "",
     join: Annotated[str, typer.Option(help="HOST:PORT of a running query's url: take part in that job.")] = "",
     verbose: Annotated[bool, typer.Option("--verbose", help="Log what happens.")] = False,
 ) -> None:
     """Run a state worker until it is told to stop."""
+    from anabranch.wire.credentials import Credentials
     from anabranch.worker.process import WorkerOptions, run_worker
 
     logging.basicConfig(
@@ -52,6 +61,7 @@ def worker(
     )
     if store not in STORES:
         raise typer.BadParameter(f"{store!r} is not a store; it can be {' or '.join(STORES)}.", param_hint="--store")
+    _warn_of_command_line(context, redis_url)
     run_worker(
         WorkerOptions(
             host=host,
@@ -59,12 +69,29 @@ def worker(
             store=store,
             redis_url=redis_url,
             state_path=state_path or None,
-            token=token,
+            credentials=Credentials(token.strip(), tls_certificate, tls_key, tls_authority),
             worker_id=worker_id or f"worker-{host}-{os.getpid()}",
             exit_with_parent=False,
             join=join,
         )
     )
+
+
+def _warn_of_command_line(context: typer.Context, redis_url: str) -> None:
+    """Everybody on the machine can read the command lines of processes."""
+    given = {
+        name
+        for name in ("token", "redis_url")
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
+    }
+    if "@" not in redis_url:
+        given.discard("redis_url")
+    for name in sorted(given):
+        logger.warning(
+            "all users of this machine can read --%s in the command line of this process; set ANABRANCH_%s instead",
+            name.replace("_", "-"),
+            name.upper(),
+        )
 
 
 app.command()(workgen)
@@ -75,6 +102,7 @@ app.command()(workers)
 app.command()(scale)
 app.command()(drain)
 app.command()(stop)
+app.command("token")(show_token)
 app.add_typer(checkpoint_app)
 
 

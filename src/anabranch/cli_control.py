@@ -1,17 +1,13 @@
-"""The commands about a running job: ``anabranch status``, ``scale``, ``drain``, ``workers`` and ``stop``.
+"""The commands about a running job: ``anabranch status``, ``scale``, ``drain``, ``workers``, ``stop`` and ``token``.
 
 They ask the HTTP API of the job. Tables are for people, ``--json`` is what the API answered, for programs.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -20,19 +16,14 @@ from rich import box
 from rich.filesize import decimal
 from rich.table import Table
 
+from anabranch.cli_api import JobApi, reaching_a_job
 from anabranch.cli_checkpoint import AsJson, tell
-from anabranch.core.errors import AnabranchError, EpochError, SettingsError, WorkerError
-from anabranch.core.settings import DEFAULT_CONTROL_PORT, MAX_PARALLELISM, MAX_WORKERS
+from anabranch.core.errors import EpochError, SettingsError
+from anabranch.core.settings import MAX_PARALLELISM, MAX_WORKERS
 
-DEFAULT_URL = f"http://localhost:{DEFAULT_CONTROL_PORT}"
-#: The API answers at once, except that a change may wait for the epoch that runs.
-_ANSWER_TIMEOUT_S = 120.0
 _LOOK_INTERVAL_S = 0.3
 _WAIT_S_MAX = 24 * 3600.0
 _FINAL = ("done", "failed", "replaced")
-
-Url = Annotated[str, typer.Option("--url", envvar="ANABRANCH_URL", help="Where the HTTP API of the job is.")]
-Token = Annotated[str, typer.Option("--token", envvar="ANABRANCH_TOKEN", help="The token of the job, if it has one.")]
 
 #: The columns of tables: what an answer calls them, what people do, and how values are written.
 _WORKER_COLUMNS = {
@@ -62,9 +53,9 @@ _MIGRATION_COLUMNS = {
 }
 
 
-def status(url: Url = DEFAULT_URL, token: Token = "", as_json: AsJson = False) -> None:
+@reaching_a_job
+def status(api: JobApi, as_json: AsJson = False) -> None:
     """Show a running job: its last epoch, stages, workers, and rescales that are under way."""
-    api = _Api(url, token)
     document = {name: api.get(f"/{name}") for name in ("job", "stages", "workers", "migrations")}
     job = document["job"]
     line = f"{_named(job)}: epoch {job['epoch']} is committed, {_counted(job['workers'], 'worker')}"
@@ -80,13 +71,16 @@ def status(url: Url = DEFAULT_URL, token: Token = "", as_json: AsJson = False) -
     tell(as_json, document, *parts)
 
 
-def workers(url: Url = DEFAULT_URL, token: Token = "", as_json: AsJson = False) -> None:
+@reaching_a_job
+def workers(api: JobApi, as_json: AsJson = False) -> None:
     """Show the workers of a running job, and what each holds."""
-    found = _Api(url, token).get("/workers")
+    found = api.get("/workers")
     tell(as_json, found, _table("Workers", _WORKER_COLUMNS, found))
 
 
+@reaching_a_job
 def scale(
+    api: JobApi,
     workers: Annotated[int | None, typer.Option(min=1, max=MAX_WORKERS, help="How many workers to have.")] = None,
     parallelism: Annotated[
         int | None, typer.Option(min=1, max=MAX_PARALLELISM, help="Partitions of the stage, or of all stages.")
@@ -95,12 +89,9 @@ def scale(
         str | None, typer.Option(help="Number or name of a stage; alone: one worker's worth more capacity for it.")
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Return when all state has moved.")] = False,
-    url: Url = DEFAULT_URL,
-    token: Token = "",
     as_json: AsJson = False,
 ) -> None:
     """Rescale a running job while it runs. Without options: one more worker."""
-    api = _Api(url, token)
     job = _named(api.get("/job"))
     chosen = None if stage is None else int(stage) if stage.isascii() and stage.isdigit() else stage
     if workers is None and parallelism is None:
@@ -112,101 +103,35 @@ def scale(
     _tell_rescale(api, job, begun, wait=wait, as_json=as_json)
 
 
+@reaching_a_job
 def drain(
+    api: JobApi,
     worker: Annotated[str, typer.Argument(help="The id of the worker; see anabranch workers.", show_default=False)],
     wait: Annotated[bool, typer.Option("--wait", help="Return when all state has moved.")] = False,
-    url: Url = DEFAULT_URL,
-    token: Token = "",
     as_json: AsJson = False,
 ) -> None:
     """Move everything away from a worker, so that it can leave."""
-    api = _Api(url, token)
     job = _named(api.get("/job"))
     begun = api.post(f"/workers/{urllib.parse.quote(worker, safe='')}/drain")
     _tell_rescale(api, job, begun, wait=wait, as_json=as_json)
 
 
-def stop(url: Url = DEFAULT_URL, token: Token = "", as_json: AsJson = False) -> None:
+@reaching_a_job
+def stop(api: JobApi, as_json: AsJson = False) -> None:
     """Stop a running job after the epoch that is running. It resumes from its checkpoint when it is started again."""
-    api = _Api(url, token)
     job = _named(api.get("/job"))
     tell(as_json, api.post("/stop"), f"{job}: stops after the epoch that is running.")
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The API never redirects, and the token is for nobody else."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-class _Api:
-    """The HTTP API of a job."""
-
-    def __init__(self, url: str, token: str) -> None:
-        self._url = _checked(url)
-        self._headers = {"content-type": "application/json", "accept": "application/json"}
-        if token:
-            # Headers are sent as Latin-1, whatever the token is made of.
-            self._headers["authorization"] = f"Bearer {token.strip()}".encode().decode("latin-1")
-        # Never by way of a proxy: it would be shown the token.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
-
-    def get(self, path: str) -> Any:
-        return self._ask(urllib.request.Request(self._url + path, headers=self._headers))
-
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        data = json.dumps(body or {}).encode()
-        return self._ask(urllib.request.Request(self._url + path, data, self._headers, method="POST"))
-
-    def _ask(self, request: urllib.request.Request) -> Any:
-        try:
-            with self._opener.open(request, timeout=_ANSWER_TIMEOUT_S) as response:
-                if "anabranch-api" not in response.headers:
-                    raise self._no_job()
-                return json.load(response)
-        except urllib.error.HTTPError as error:
-            with error:
-                raise self._refused(error.code, error.read()) from None
-        except TimeoutError:
-            raise WorkerError(
-                f"The job at {self._url} did not answer within {_ANSWER_TIMEOUT_S:g} s. See the log of its driver."
-            ) from None
-        except OSError as error:
-            reason = getattr(error, "reason", error)
-            text = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-            raise SettingsError(
-                f"No job answers at {self._url} ({text}). Start the job, or name its HTTP API with --url or "
-                "ANABRANCH_URL."
-            ) from None
-        except (ValueError, http.client.HTTPException):
-            raise self._no_job() from None
-
-    def _refused(self, status: int, body: bytes) -> AnabranchError:
-        try:
-            sentence = str(json.loads(body)["error"])
-        except (ValueError, KeyError, TypeError):
-            return self._no_job()
-        if status == 401:
-            sentence += " Here: --token or ANABRANCH_TOKEN."
-        kind = {409: EpochError, 503: WorkerError}.get(status, SettingsError if status < 500 else AnabranchError)
-        return kind(sentence)
-
-    def _no_job(self) -> SettingsError:
-        return SettingsError(
-            f"What answers at {self._url} is not a job. Name the HTTP API of the job with --url or ANABRANCH_URL."
+@reaching_a_job
+def token(api: JobApi) -> None:
+    """Print the token of a job of this user on this machine, for programs that ask its HTTP API themselves."""
+    if not api.token:
+        raise SettingsError(
+            "No job of this user on this machine answers there. Name its HTTP API with --url, and run the command as "
+            "the user who runs the job."
         )
-
-
-def _checked(url: str) -> str:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        is_whole = False
-    if not is_whole or not url.isprintable() or " " in url:
-        raise SettingsError(f"{url!r} is not the URL of a job. Write --url http://HOST:PORT, such as {DEFAULT_URL}.")
-    return url.rstrip("/")
+    typer.echo(api.token)
 
 
 def _named(job: Mapping[str, Any]) -> str:
@@ -215,7 +140,7 @@ def _named(job: Mapping[str, Any]) -> str:
     return f"Job {job['id']}{name} with the checkpoint {job['checkpoint']}"
 
 
-def _tell_rescale(api: _Api, job: str, begun: Mapping[str, Any], *, wait: bool, as_json: bool) -> None:
+def _tell_rescale(api: JobApi, job: str, begun: Mapping[str, Any], *, wait: bool, as_json: bool) -> None:
     progress = _finished(api, begun) if wait else begun
     if progress["state"] in ("failed", "replaced"):
         verb = "failed" if progress["state"] == "failed" else "was replaced"
@@ -224,7 +149,7 @@ def _tell_rescale(api: _Api, job: str, begun: Mapping[str, Any], *, wait: bool, 
     tell(as_json, progress, f"{job}:", _table("Rescale", _RESCALE_COLUMNS, [progress]))
 
 
-def _finished(api: _Api, begun: Mapping[str, Any]) -> Mapping[str, Any]:
+def _finished(api: JobApi, begun: Mapping[str, Any]) -> Mapping[str, Any]:
     """The last report of a rescale."""
     number, progress = begun["number"], begun
     deadline_s, pause = time.monotonic() + _WAIT_S_MAX, threading.Event()

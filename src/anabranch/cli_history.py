@@ -9,6 +9,7 @@ import typer
 
 from anabranch.checkpoint import Storage, state_files
 from anabranch.checkpoint.rewind import rewind as rewind_to
+from anabranch.checkpoint.savepoints import Savepoint
 from anabranch.cli_checkpoint import (
     AsJson,
     Checkpoint,
@@ -35,12 +36,17 @@ def savepoint(
     as_json: AsJson = False,
 ) -> None:
     """Save a job as of its last epoch, complete in itself, so that jobs can start from it. The job may be running."""
-    from anabranch.control.savepoints import found, take_savepoint
+    from anabranch.control.savepoints import found, newest_epoch, take_savepoint
 
     place = find(checkpoint, state_location)
     if Storage(target).location in (place.storage.location, place.spark.location):
         raise CheckpointError(f"{target} is the checkpoint itself. Name another place for the savepoint.")
-    saved = while_it_runs(place, lambda: take_savepoint(found(checkpoint, state_location), target), tries=_TRIES)
+
+    def save() -> Savepoint:
+        claimed = found(checkpoint, state_location)
+        return take_savepoint(claimed, target, newest_epoch(claimed))
+
+    saved = while_it_runs(place, save, tries=_TRIES)
     where = Storage(target).location
     line = f"Epoch {saved.epoch} of {saved.origin} is saved in {where}."
     tell(as_json, {"target": where} | asdict(saved), line)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from pyspark.sql import Row, SparkSession
-from soak.jobs import JOBS, MODELS, Expected, plain
+from soak.jobs import JOBS, MODELS, Expected, epochs_taken, plain
 from soak.places import Places
-from soak.reference import rows_by_spark
+from soak.reference import rows_by_spark, timed_by_spark
 from soak.run import modelled, play
 from soak.scenarios import Fault, Kind, Scenario, draw
+from soak.timed import times_logged
 from soak.verdict import compare, state_findings
 
 QUIET = Scenario(
@@ -38,6 +39,25 @@ def test_the_model_of_a_job_says_what_spark_says(spark: SparkSession, tmp_path: 
     places = Places(tmp_path)
     places.write_input(scenario.input())
     assert rows_by_spark(spark, job, places, scenario.files_per_epoch) == Counter(modelled(scenario).rows)
+
+
+@pytest.mark.slow  # it waits for timers of Spark's own, and the models have tests of their own
+@pytest.mark.parametrize("job", [name for name, job in JOBS.items() if job.timed is not None])
+def test_the_model_of_a_job_says_what_spark_says_if_it_is_told_when_epochs_were(
+    spark: SparkSession, tmp_path: Path, job: str
+) -> None:
+    scenario = replace(QUIET, job=job, keys=15)
+    places = Places(tmp_path)
+    files = scenario.input()
+    places.write_input(files)
+    model = JOBS[job].timed
+    assert model is not None
+    # One row for each key of each epoch, and at least one for each key that has been away.
+    until = sum(len({row[0] for row in file}) for file in files) + len({row[0] for file in files for row in file})
+    rows, checkpoint = timed_by_spark(spark, JOBS[job], places, until=until)
+    assert rows.total() >= until
+    epochs = list(zip(times_logged(checkpoint), epochs_taken(files, checkpoint), strict=True))
+    assert rows == Counter(model(epochs)[0])
 
 
 #: Every kind of fault, in as few starts of Spark as possible.

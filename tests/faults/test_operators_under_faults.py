@@ -80,6 +80,8 @@ def outputs(spark: SparkSession, builds: Sequence[Pipeline], steps: Sequence[Ste
         return [row for rows in test.play(steps) for row in rows]
 
 
+# A minute on a quiet machine. On a busy one an epoch of six queries takes a quarter of a minute.
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", seeds(1))
 @pytest.mark.parametrize("store", QUERIES)
 def test_what_comes_out_is_what_an_undisturbed_run_gives(spark: SparkSession, store: str, seed: int) -> None:

@@ -23,10 +23,11 @@ from soak.processes import Driver, Processes
 from soak.verdict import judge
 
 import anabranch
-from anabranch.control.cluster import Cluster
+from anabranch.control.changing import ChangeInProgress
 from anabranch.control.members import Member
 from anabranch.core.errors import SettingsError
 from anabranch.core.ids import WorkerId
+from anabranch.wire import keyring
 from livequery import WAIT_S, LiveQuery, is_gone, wait_until, worker_process
 from redisserver import RedisServer, running_redis
 
@@ -90,15 +91,15 @@ def test_a_worker_is_killed_while_an_epoch_waits_for_its_state(
     live: LiveQuery, monkeypatch: pytest.MonkeyPatch, victim: str, parallelism: int
 ) -> None:
     """Eager: the epoch after the change does not begin before all state is there."""
-    complete = Cluster._complete
+    complete = ChangeInProgress._complete
     victims = [victim]
 
-    def killing(self: Cluster, member: Member) -> Any:
+    def killing(self: ChangeInProgress, member: Member) -> Any:
         while victims:
-            kill(self.members.get(WorkerId(victims.pop())).pid)
+            kill(self._cluster.members.get(WorkerId(victims.pop())).pid)
         return complete(self, member)
 
-    monkeypatch.setattr(Cluster, "_complete", killing)
+    monkeypatch.setattr(ChangeInProgress, "_complete", killing)
     with live.running(workers=2, parallelism=2, migration="eager", heartbeat=NEVER_S) as query:
         live.run(3)
         rescale = query.rescale(workers=3, parallelism=parallelism, stage=1)
@@ -120,8 +121,10 @@ def test_the_worker_that_another_one_was_to_hand_over_to_is_killed(live: LiveQue
             kill(live.pid_of("worker-2"))
         if flows:
             live.run(2)
-        wait_until(lambda: rescale.state != "waiting", "the change was made", timeout_s=15)
-        live.run(2)
+        else:
+            wait_until(lambda: rescale.state != "waiting", "another worker has come, and is to have all")
+        live.finish(rescale)
+        assert [worker["id"] for worker in query.workers()] == ["worker-3"]
         live.assert_exact()
 
 
@@ -221,11 +224,33 @@ def test_a_query_whose_redis_is_gone_says_so_and_resumes_with_an_empty_one(live:
             live.assert_exact()
 
 
+def test_a_query_goes_on_when_redis_is_restarted_empty(live: LiveQuery) -> None:
+    with running_redis() as server, live.running(workers=2, store="redis", redisUrl=server.url) as query:
+        live.run(3)
+        server.kill()
+        server.start()
+        live.run()
+        # Once more, in the middle of whatever runs, and longer than one try takes.
+        with live.flowing():
+            live.pass_epochs()
+            server.kill()
+            live.add()
+            server.start()
+            live.pass_epochs()
+        live.rescale(workers=3)
+        live.run()
+        live.assert_exact()
+        assert len(query.workers()) == 3
+
+
 # --------------------------------------------------------------------------------------------------------- drivers
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+    job = keyring.find(url)
+    assert job is not None
+    headers = {"content-type": "application/json", "authorization": f"Bearer {job.credentials.token}"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=WAIT_S) as response:
         return json.load(response)
 

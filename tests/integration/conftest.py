@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 from streams import EpochFeed
 
 import anabranch
-from anabranch.control.coordinator import Coordinator
+from anabranch.control.epochs import EpochExecutor
 from anabranch.core.epoch_events import SealsReported
 
 
@@ -41,16 +41,16 @@ def expected(counting_feed: EpochFeed, tmp_path_factory: pytest.TempPathFactory)
 def attempts(monkeypatch: pytest.MonkeyPatch) -> Attempts:
     """Which attempts of which partitions the workers reported: more than one is state logic that ran again."""
     seen: Attempts = defaultdict(lambda: defaultdict(set))
-    ask = Coordinator._ask
+    ask = EpochExecutor._ask
 
-    def record(self: Coordinator, instruction: Any) -> Any:
+    def record(self: EpochExecutor, instruction: Any) -> Any:
         event = ask(self, instruction)
         if isinstance(event, SealsReported):
             for attempt in event.attempts:
                 seen[instruction.epoch][attempt.stage, attempt.partition].add(attempt.attempt)
         return event
 
-    monkeypatch.setattr(Coordinator, "_ask", record)
+    monkeypatch.setattr(EpochExecutor, "_ask", record)
     return seen
 
 

@@ -172,6 +172,7 @@ def test_only_dataframes_can_be_streams_and_only_streaming_ones_can_be_written(s
         ({"anabranch.requestTimeout": "nan"}, "anabranch.requestTimeout must be more than 0"),
         ({"anabranch.workerAddresses": "here"}, "'here' is not host:port"),
         ({"anabranch.workerAddresses": "here:99999"}, "'here:99999' is not host:port"),
+        ({"anabranch.workerAddresses": "here:1,[::1]:2"}, "workers at here:1 can be reached.* Set anabranch.token"),
     ],
 )
 def test_a_setting_that_makes_no_sense(rows: Any, tmp_path: Path, options: dict[str, Any], message: str) -> None:

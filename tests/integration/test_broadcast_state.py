@@ -109,8 +109,12 @@ def judged(stream: Any, table: Any) -> Any:
     return stream.groupBy("k").transformWithState(Judge(), "id long, most long, rules long", "update", "none")
 
 
-def test_a_processor_sees_one_version_in_each_epoch_whatever_happens(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_sees_one_version_in_each_epoch_whatever_happens(
+    spark: SparkSession, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked: list[bool] = []
+    folder = Path(str(spark.sparkContext._temp_dir))  # type: ignore[attr-defined]
+    files = set(folder.iterdir())
     begin = TableKeeper.begin
 
     def noting(self: TableKeeper, *arguments: Any, may_change: bool) -> None:
@@ -133,6 +137,7 @@ def test_a_processor_sees_one_version_in_each_epoch_whatever_happens(job: Job, m
     job.rows.add([row(4, "a"), row(5, "b"), row(6, "d")])
     assert job.after() == [(4, 12, 3), (5, 5, 3), (6, None, 3)]
     assert sorted(map(tuple, job.query.state("tables", "rules").collect())) == [("a", 12), ("b", 5), ("c", 1)]
+    assert len(set(folder.iterdir()) - files) == 1, "of three versions, the newest is left"
 
     # An epoch that removes a rule fails before its commit, and is repeated by the next run of the query.
     with monkeypatch.context() as patch:
@@ -148,6 +153,7 @@ def test_a_processor_sees_one_version_in_each_epoch_whatever_happens(job: Job, m
     job.start(judged, **{"anabranch.workers": 1})
     assert job.after() == first == [(7, None, 2), (8, 6, 2)]
     job.stop()
+    assert set(folder.iterdir()) <= files, "nor is anything left of an epoch that failed"
     # From the checkpoint alone, in an epoch that brings nothing for the table.
     job.start(judged, **{"anabranch.store": "rocksdb"})
     job.rows.add([row(9, "a"), row(10, "c")])

@@ -86,7 +86,9 @@ def test_a_job_starts_from_a_savepoint_with_everything_else_changed_while_the_or
     try:
         query.processAllAvailable()
         asked = json.dumps({"path": str(tmp_path / "savepoint")}).encode()
-        with urllib.request.urlopen(f"{query.url}/savepoint", asked, timeout=60) as response:
+        secret = {"authorization": f"Bearer {query.token}"}
+        request = urllib.request.Request(f"{query.url}/savepoint", asked, secret)
+        with urllib.request.urlopen(request, timeout=60) as response:
             answer = json.load(response)
         assert answer == {"epoch": 3, "path": str(tmp_path / "savepoint")}
         assert_described("POST", "/savepoint", 200, answer)
@@ -239,6 +241,23 @@ def test_epochs_that_are_not_durable_are_run_again_when_a_worker_is_lost(
         query.stop()
     assert [multiset(collector.epochs[epoch]) for epoch in range(9)] == expected
     assert manifest_epochs(Storage(str(tmp_path / "ck"))) == list(range(9)), "a stop makes all epochs durable"
+
+
+def test_a_savepoint_of_epochs_that_are_not_durable_makes_them_durable(
+    counting_feed: EpochFeed, tmp_path: Path
+) -> None:
+    job = counted(anabranch.stream(counting_feed.stream()))
+    query = writer_of(job, tmp_path / "ck", **VOLATILE).foreachBatch(Collector()).start()
+    try:
+        query.processAllAvailable()
+        last = query.lastProgress
+        assert last is not None
+        assert query.coordinator.durable_epoch < last.batchId
+        assert query.savepoint(str(tmp_path / "saved")) == last.batchId
+        assert query.coordinator.durable_epoch == last.batchId
+        assert snapshot_epochs(Storage(str(tmp_path / "saved"))) == [last.batchId]
+    finally:
+        query.stop()
 
 
 def test_epochs_that_are_not_durable_are_repeated_after_a_driver_was_lost(

@@ -15,6 +15,7 @@ from streams import Collector, EpochFeed
 import anabranch
 from anabranch.control import durability
 from anabranch.control.coordinator import Coordinator
+from anabranch.control.epochs import EpochExecutor
 from anabranch.core.epoch_events import CommitOn, PrepareOn
 
 KEYS = [f"k{number:02d}" for number in range(30)]
@@ -275,9 +276,9 @@ def test_a_crash_at_any_point_of_the_commit_loses_and_doubles_nothing(
     def write() -> Any:
         return job.writer().format("parquet").option("path", str(tmp_path / "out"))
 
-    ask, write_manifest, commit = Coordinator._ask, durability.write_manifest, Coordinator.commit
+    ask, write_manifest, commit = EpochExecutor._ask, durability.write_manifest, Coordinator.commit
 
-    def crash_in_request(self: Coordinator, instruction: Any) -> Any:
+    def crash_in_request(self: EpochExecutor, instruction: Any) -> Any:
         if isinstance(instruction, point) and instruction.epoch == 1 and instruction.worker == "two":
             raise CrashError("here")
         return ask(self, instruction)
@@ -299,7 +300,7 @@ def test_a_crash_at_any_point_of_the_commit_loses_and_doubles_nothing(
         elif point == "closing":
             patch.setattr(Coordinator, "commit", crash_after_commit)
         else:
-            patch.setattr(Coordinator, "_ask", crash_in_request)
+            patch.setattr(EpochExecutor, "_ask", crash_in_request)
         job.add_epochs(2)
         with pytest.raises(StreamingQueryException, match="here"):
             drain(write())

@@ -288,6 +288,33 @@ def test_a_key_times_out_by_the_time_of_day_while_no_rows_come(
     assert told == [("a", 0, False), ("a", 2, True), ("b", 0, False), ("b", 1, True)]
 
 
+def test_keys_that_have_not_moved_yet_time_out_in_the_same_epoch_as_others(spark: SparkSession, tmp_path: Path) -> None:
+    """Whether state is still on its way must not show: if the epoch is repeated, it may have arrived."""
+    keys = [f"k{number}" for number in range(40)]
+    feed = EpochFeed(spark, tmp_path / "input", SCHEMA)
+    feed.add([(key, at(0), 1) for key in keys])
+    now_ms = [1_000_000]
+    waiting = anabranch.stream(feed.stream()).groupBy("k")
+    waiting = waiting.applyInPandasWithState(
+        wait_a_moment, "k string, seen long, out boolean", "n long", "append", GroupStateTimeout.ProcessingTimeTimeout
+    )
+    collector = Collector()
+    writer = waiting.writeStream.outputMode("append").foreachBatch(collector).clock(lambda: now_ms[0])
+    writer = writer.option("anabranch.workers", 1).option("anabranch.drain", False).option("anabranch.parallelism", 2)
+    query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+    try:
+        query.processAllAvailable()
+        query.rescale(workers=3)
+        wait_until(lambda: len(query.workers()) == 3, "the others own key groups")
+        now_ms[0] += 1000
+        feed.add([("z", at(0), 1)])
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    first = next(epoch for epoch in sorted(collector.epochs) if any(row["out"] for row in collector.epochs[epoch]))
+    assert sorted(row["k"] for row in collector.epochs[first] if row["out"]) == sorted(keys)
+
+
 def test_what_makes_no_sense_is_refused_when_the_query_is_built(spark: SparkSession, tmp_path: Path) -> None:
     feed = EpochFeed(spark, tmp_path / "input", SCHEMA)
     rows = anabranch.stream(feed.stream())

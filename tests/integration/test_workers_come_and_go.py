@@ -19,12 +19,13 @@ import pytest
 from pyspark.sql import SparkSession
 
 from anabranch import cli
-from anabranch.control import cluster, launcher
+from anabranch.control import changing, launcher
 from anabranch.control.nursery import NURSERY
 from anabranch.control.openapi import description
 from anabranch.core.errors import SettingsError, UnsupportedError
 from anabranch.core.ids import WorkerId
 from anabranch.core.settings import DEFAULT_CONTROL_PORT
+from anabranch.wire import keyring
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.messages import OpenJob, Request
 from described import assert_described
@@ -62,7 +63,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def ask(url: str, path: str, body: dict[str, Any] | None = None, method: str | None = None) -> tuple[int, Any]:
     """Status and document of an answer, as curl gets them."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"content-type": "application/json"}, method=method)
+    found = keyring.find(url)
+    secret = {} if found is None else {"authorization": f"Bearer {found.credentials.token}"}
+    request = urllib.request.Request(url + path, data, {"content-type": "application/json", **secret}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=WAIT_S) as response:
             return response.status, json.load(response)
@@ -177,6 +180,26 @@ def test_a_query_moves_from_workers_that_were_started_elsewhere_to_others(live: 
             live.assert_exact()
 
 
+def test_a_worker_that_was_drained_ends_if_it_had_joined_and_else_says_that_it_is_free(live: LiveQuery) -> None:
+    with ExitStack() as workers:
+        _, first = workers.enter_context(worker_process("--id", "named-1"))
+        named, second = workers.enter_context(worker_process("--id", "named-2"))
+        with live.running(workerAddresses=f"{first['address']},{second['address']}") as query:
+            live.run(2)
+            joined, _ = workers.enter_context(worker_process("--join", query.url, "--id", "guest"))
+            wait_until(lambda: not has_left(live, "guest"), "the worker takes part")
+            for worker in ("guest", "named-2"):
+                assert query.drain(worker).wait(WAIT_S)
+            assert joined.wait(WAIT_S) == 0
+            assert named.stderr is not None
+            said = named.stderr.readline()
+            assert b"the worker named-2 has handed over all that it had of the job" in said
+            assert f"It stays free for others at {second['address']}".encode() in said
+            assert named.poll() is None
+            live.run()
+            live.assert_exact()
+
+
 def test_a_worker_that_cannot_join_says_why_and_the_query_goes_on(live: LiveQuery) -> None:
     with live.running(workers=1) as query:
         live.run(2)
@@ -195,9 +218,7 @@ def test_a_worker_with_another_store_cannot_join(live: LiveQuery) -> None:
     with running_redis() as server, live.running(workers=1, store="redis", redisUrl=server.url) as query:
         live.run(2)
         with worker_process("--id", "guest", "--join", query.url) as (process, _):
-            wait_until(
-                lambda: process.poll() is not None or query.coordinator.cluster.wishes.recruits.wanted > 1, "asked"
-            )
+            wait_until(lambda: process.poll() is not None or query.coordinator.cluster.wanted > 1, "asked")
             live.run()
             live.assert_exact()
             assert process.wait(WAIT_S) == 1
@@ -230,13 +251,13 @@ def test_a_worker_that_is_told_to_stop_takes_nobody_with_it(live: LiveQuery, mon
         live.run(2)
         told = query.workers()[1]
         os.kill(told["pid"], signal.SIGTERM)
-        cluster_of_query, carry_out = query.coordinator.cluster, cluster.carry_out
+        cluster_of_query, carry_out = query.coordinator.cluster, changing.carry_out
 
         def look_meanwhile(*arguments: Any) -> None:
             cluster_of_query.report_leaving(WorkerId(told["id"]))
             carry_out(*arguments)
 
-        monkeypatch.setattr(cluster, "carry_out", look_meanwhile)
+        monkeypatch.setattr(changing, "carry_out", look_meanwhile)
         cluster_of_query.report_leaving(WorkerId(told["id"]))
         with live.flowing():
             wait_until(lambda: is_gone(told["pid"]), "the worker has left")

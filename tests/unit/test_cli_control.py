@@ -1,10 +1,16 @@
 """The commands about a running job: what they ask of the real HTTP API, and what they say to people and programs."""
 
 import json
+import os
+import re
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +18,10 @@ import typer
 from tests.unit.control.http_job import MemoryJob
 
 from anabranch import cli, cli_control
+from anabranch.cli_api import JobApi
 from anabranch.control.http import ControlServer
 from anabranch.core.errors import EpochError, LostWorkerError
+from anabranch.wire.credentials import Credentials
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -28,7 +36,7 @@ def job() -> MemoryJob:
 
 @pytest.fixture
 def server(job: MemoryJob) -> Iterator[ControlServer]:
-    server = ControlServer(job, host="127.0.0.1", port=0, token="", strict_port=True)
+    server = ControlServer(job, host="127.0.0.1", port=0, credentials=Credentials(""), strict_port=True)
     yield server
     server.close()
 
@@ -37,7 +45,14 @@ def server(job: MemoryJob) -> Iterator[ControlServer]:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: ControlServer) -> Run:
     """Runs a command line against the server, and gives its exit code, standard output and standard error."""
     app = typer.Typer(pretty_exceptions_enable=False)
-    for command in (cli_control.status, cli_control.scale, cli_control.drain, cli_control.workers, cli_control.stop):
+    for command in (
+        cli_control.status,
+        cli_control.scale,
+        cli_control.drain,
+        cli_control.workers,
+        cli_control.stop,
+        cli_control.token,
+    ):
         app.command()(command)
     monkeypatch.setattr(cli, "app", app)
     monkeypatch.setenv("ANABRANCH_URL", server.url)
@@ -179,14 +194,77 @@ def test_stop_stops_the_job(run: Run, job: MemoryJob) -> None:
     assert job.stopped.wait(10)
 
 
-def test_the_token_comes_from_the_option_or_the_environment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_of_a_job_of_the_same_user_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     job = MemoryJob()
-    guarded = ControlServer(job, host="127.0.0.1", port=0, token="geheim-ß", strict_port=True)
+    guarded = ControlServer(job, host="127.0.0.1", port=0, credentials=Credentials("geheim-ß"), strict_port=True)
+    try:
+        monkeypatch.setenv("ANABRANCH_URL", f"http://localhost:{guarded.port}")
+        assert run("scale", "--workers", "3")[0] == 0
+        assert job.asked == [("rescale", 3, None, None)]
+        assert run("token") == (0, "geheim-ß\n", "")
+        # Under its name, somebody else may answer.
+        assert JobApi(f"http://localhost:{guarded.port}", Credentials())._url == f"http://127.0.0.1:{guarded.port}"
+    finally:
+        guarded.close()
+    code, out, err = run("token")
+    assert (code, out) == (1, "")
+    assert "No job of this user on this machine answers there" in err
+
+
+def test_the_curl_of_the_documentation_reaches_a_job_and_shows_no_token(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    (line,) = re.findall(r"^    (curl .*)$", page, re.MULTILINE)
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("there is no curl")
+    scripts = {
+        "curl": f'echo "$*" > {tmp_path}/shown\nexec {curl} "$@"',
+        "anabranch": f'exec {sys.executable} -m anabranch "$@"',
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job, secret = MemoryJob(), Credentials("geheim")
+    server = ControlServer(job, host="127.0.0.1", port=0, credentials=secret, strict_port=True)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "ANABRANCH_URL": server.url}
+    command = ["bash", "-c", line.replace(":9008", f":{server.port}")]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        server.close()
+    assert json.loads(done.stdout)["workers"] == 4, done.stderr
+    assert str(server.port) in (tmp_path / "shown").read_text()
+    assert "geheim" not in (tmp_path / "shown").read_text()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://localhost:1?token=geheim",
+        "http://x:geheim@localhost:1",
+        "localhost:1?token=geheim",
+        "x:geheim@localhost:1",
+        "http://localhost:x#geheim",
+    ],
+)
+def test_a_token_in_the_url_is_refused_and_not_shown(run: Run, url: str) -> None:
+    code, out, err = run("status", "--url", url)
+    assert (code, out) == (1, "")
+    assert "has no token, user or password in it. Set ANABRANCH_TOKEN" in err
+    assert "geheim" not in err
+
+
+def test_the_token_comes_from_the_option_or_the_environment(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = MemoryJob()
+    guarded = ControlServer(job, host="127.0.0.1", port=0, credentials=Credentials("geheim-ß"), strict_port=True)
     try:
         monkeypatch.setenv("ANABRANCH_URL", guarded.url + "/")
+        monkeypatch.setenv("HOME", str(tmp_path))  # that of another user
         code, _, err = run("scale", "--workers", "3")
         assert code == 1
-        assert "--token or ANABRANCH_TOKEN" in err
+        assert "ANABRANCH_TOKEN, or as the user who runs the job" in err
         assert run("scale", "--workers", "3", "--token", "wrong")[0] == 1
         assert job.asked == []
         assert run("scale", "--workers", "3", "--token", "geheim-ß")[0] == 0

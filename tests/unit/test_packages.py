@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "anabranch"
-PACKAGES = ["api", "plan", "operators", "engine", "control", "worker", "checkpoint", "wire", "core"]
+PACKAGES = ["api", "plan", "operators", "engine", "control", "worker", "checkpoint", "wire", "runtime", "core"]
 #: import-linter sees outside libraries as a whole, so the rule for this part of pyarrow is checked here.
 MAY_USE_FLIGHT = {"wire", "worker"}
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.control.members import Member, discover
 from anabranch.core.errors import EpochError, SettingsError, UnsupportedError
+from anabranch.wire.credentials import Credentials
 
 if TYPE_CHECKING:
     from anabranch.api.query import StreamQuery
@@ -51,11 +52,11 @@ class QueryControl:
     def workers(self) -> list[dict[str, Any]]:
         cluster = self._query.coordinator.cluster
         serving = [
-            {**worker, "state": "draining" if cluster.wishes.is_leaving(worker["id"]) else "serving"}
+            {**worker, "state": "draining" if cluster.is_leaving(worker["id"]) else "serving"}
             for worker in self._query.workers()
         ]
         departing = [_brief(member, "draining") for member in cluster.departing]
-        return [*serving, *departing, *(_brief(member, "joining") for member in cluster.wishes.recruits.ready)]
+        return [*serving, *departing, *(_brief(member, "joining") for member in cluster.recruits)]
 
     def route(self) -> dict[str, Any]:
         route = self._query.coordinator.route
@@ -88,9 +89,9 @@ class QueryControl:
             [address],
             timeout_s=settings.request_timeout_s,
             start_timeout_s=settings.worker_timeout_s,
-            token=settings.token,
+            credentials=Credentials.of(settings),
         ).all[0]
-        for member in [*cluster.members.all, *cluster.wishes.recruits.ready]:
+        for member in [*cluster.members.all, *cluster.recruits]:
             if (member.worker, member.address) == (found.worker, address):
                 found.client.close()
                 return {"id": member.worker, "address": address}
@@ -104,7 +105,7 @@ class QueryControl:
             )
         if settings.migration == "restart":
             raise UnsupportedError("A job that is rescaled by restarts takes no workers that join. Use lazy or eager.")
-        cluster.wishes.join(found)
+        cluster.join(found)
         return {"id": found.worker, "address": address}
 
     def savepoint(self, path: str) -> dict[str, Any]:

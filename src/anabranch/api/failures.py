@@ -14,20 +14,32 @@ from anabranch.engine.loop import EpochLoop
 
 #: How an error of ours that a task raised begins within Spark's report of it, and what comes after its message.
 _TASK_ERROR = re.compile(r"anabranch\.core\.errors\.(\w+): ")
-#: What Spark says where it finds another query's entry in its log of offsets or commits.
-_ANOTHER_QUERY = "CONCURRENT_STREAM_LOG_UPDATE"
+#: What Spark says where it finds another query's entry in its log of offsets or commits, or in that of a source.
+_ANOTHER_QUERY = (
+    "CONCURRENT_STREAM_LOG_UPDATE",
+    "Multiple streaming jobs detected",
+    "Multiple streaming queries are concurrently using",
+)
 _END_OF_MESSAGE = re.compile(r"\s+SQLSTATE: |\n\tat |\n=== |\n\nDuring handling of |\n\nThe above exception was ")
 
 
 def explained(loop: EpochLoop, error: Exception) -> Exception:
     """The error as Anabranch raised it; Spark's own wraps it in stack traces."""
     ours = loop.error if isinstance(loop.error, AnabranchError) else _raised_in_task(str(error))
-    if ours is None and _ANOTHER_QUERY in str(error):
+    if ours is None and is_of_another_query(error):
         ours = loop.fenced()
-    if ours is None:
-        return error
+    return error if ours is None else as_failure(ours, error)
+
+
+def is_of_another_query(error: Exception) -> bool:
+    """Whether Spark's query failed because another one on the same checkpoint has written into its logs."""
+    return any(text in str(error) for text in _ANOTHER_QUERY)
+
+
+def as_failure(ours: AnabranchError, report: Exception | None = None) -> Exception:
+    """An error of ours that ends a query, which is caught as Spark's as well; with Spark's report, if there is one."""
     kind: Any = type(ours)
-    failure: Exception = _both(kind)(str(ours), error)
+    failure: Exception = _both(kind)(str(ours), report)
     return failure
 
 

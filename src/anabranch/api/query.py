@@ -16,18 +16,20 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from anabranch.api.control import QueryControl
-from anabranch.api.failures import explained
+from anabranch.api.failures import as_failure, explained
 from anabranch.api.locations import TemporaryFolder
 from anabranch.api.running import Running
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.rescale import Rescale, RescaleState, asked_for, parallelism_after
+from anabranch.control.rescale import Rescale, asked_for, parallelism_after
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber, WorkerId
+from anabranch.core.membership_events import RescaleState
 from anabranch.core.settings import MAX_PARALLELISM, Settings
 from anabranch.engine.stages import StatefulStage
 from anabranch.operators.process.timers import TIMERS
 from anabranch.plan.explain import explain_logical, explain_physical, explain_routes
 from anabranch.plan.pipeline import Pipeline
+from anabranch.wire.credentials import Credentials
 
 if TYPE_CHECKING:
     from anabranch.control.http import ControlServer
@@ -65,7 +67,8 @@ class StreamQuery:
         self._asking = threading.Lock()
         #: Reports of earlier runs.
         self._past: deque[StreamingQueryProgress] = deque(maxlen=_REMEMBERED_REPORTS)
-        self._failed_restart: Exception | None = None
+        #: What ended the query, if it was not Spark that failed.
+        self._failure: Exception | None = None
         self._server: ControlServer | None = None
         self._closing = threading.Lock()
         #: The rescale that was asked for last.
@@ -80,7 +83,7 @@ class StreamQuery:
                 QueryControl(self),
                 host=self.settings.control_host,
                 port=self.settings.control_port,
-                token=self.settings.token,
+                credentials=Credentials.of(self.settings),
                 strict_port=strict_port,
             )
         threading.Thread(target=self._watch, name="anabranch-watch", daemon=True).start()
@@ -101,7 +104,8 @@ class StreamQuery:
 
     @property
     def isActive(self) -> bool:
-        return self._restarting.locked() or bool(self._running.query.isActive)
+        query = self._running.query
+        return self._restarting.locked() or bool(query.isActive) or self._running.goes_on(query)
 
     @property
     def status(self) -> dict[str, Any]:
@@ -124,17 +128,20 @@ class StreamQuery:
         deadline_s = None if timeout is None else time.monotonic() + timeout
         while True:
             running = self._running
+            spark_query = running.query
             left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
             try:
-                ended = running.query.awaitTermination(left_s)  # type: ignore[arg-type]
+                ended = spark_query.awaitTermination(left_s)  # type: ignore[arg-type]
             except StreamingQueryException as error:
+                if running.goes_on(spark_query):
+                    continue
                 running.let_go()
-                raise self._explained(error) from error
+                raise explained(self._running.loop, error) from error
             if ended is False:
                 return False
             with self._restarting:  # if it has ended for a restart, the next run is there after this
-                if self._failed_restart is not None:
-                    raise self._failed_restart
+                if self._failure is not None:
+                    raise self._failure
                 if self._running is running:
                     running.let_go()
                     self._leave()
@@ -144,11 +151,16 @@ class StreamQuery:
         """Wait until all input that is there has been processed."""
         while True:
             running = self._running
+            spark_query = running.query
             try:
-                running.query.processAllAvailable()
+                spark_query.processAllAvailable()
             except StreamingQueryException as error:
-                raise self._explained(error) from error
+                if running.goes_on(spark_query):
+                    continue
+                raise explained(self._running.loop, error) from error
             with self._restarting:
+                if self._failure is not None:
+                    raise self._failure
                 if self._running is running:
                     return
 
@@ -160,8 +172,11 @@ class StreamQuery:
 
     def exception(self) -> Exception | None:
         """The error that ended the query, or None."""
-        error = self._running.query.exception()
-        return self._failed_restart if error is None else self._explained(error)
+        spark_query = self._running.query
+        error = spark_query.exception()
+        if error is None or self._running.goes_on(spark_query):
+            return self._failure
+        return explained(self._running.loop, error)
 
     def explain(self, extended: bool = False) -> None:
         """Print the logical plan, the physical plan and the routes; extended: also Spark's plan of the last epoch."""
@@ -185,6 +200,11 @@ class StreamQuery:
     def url(self) -> str | None:
         """Where the query's HTTP API is; None if it has none, or has ended."""
         return None if self._server is None else self._server.url
+
+    @property
+    def token(self) -> str:
+        """The secret that changes over HTTP have to show: that of the settings, or one drawn for this query."""
+        return self.settings.token
 
     @property
     def coordinator(self) -> Coordinator:
@@ -255,14 +275,14 @@ class StreamQuery:
                 rescale = asked_for(workers + 1, {each: newest.get(each, of) + 1 for each, of in in_force.items()})
                 self._ask_for_restart(rescale)
             else:
-                rescale = self.coordinator.cluster.wishes.scale_out(in_force)
+                rescale = self.coordinator.cluster.scale_out(in_force)
         self.last_rescale = rescale
         return rescale
 
     def drain(self, worker: str) -> Rescale:
         """Let a worker hand over all that it has, and leave."""
         self._need_workers()
-        self.last_rescale = self.coordinator.cluster.wishes.drain(WorkerId(worker))
+        self.last_rescale = self.coordinator.cluster.drain(WorkerId(worker))
         return self.last_rescale
 
     def _ask_for_restart(self, rescale: Rescale) -> None:
@@ -298,7 +318,7 @@ class StreamQuery:
             self._past.extend(before.progress())
             self._running = self._relaunch(settings, {**before.coordinator.parallelism, **parallelism})
         except Exception as error:
-            self._failed_restart = error
+            self._failure = error
             rescale.end(RescaleState.FAILED, str(error))
         else:
             self.settings = settings
@@ -327,26 +347,40 @@ class StreamQuery:
             )
         return str(wanted)
 
-    def _explained(self, error: Exception) -> Exception:
-        return explained(self._running.loop, error)
-
     def _need_workers(self) -> None:
         if self._running.is_released and not self._restarting.locked():
             raise UnsupportedError("The query has ended, and its workers with it. Its state is in its checkpoint.")
 
     def _watch(self) -> None:
-        """Take down the workers when the query ends by itself."""
+        """Take down the workers when the query ends by itself, and end it if a newer driver has taken over."""
         while True:
             running = self._running
+            spark_query = running.query
+            looked_s = time.monotonic()
             # A failed query has ended as well; and a gateway that is gone took Spark with it.
             with contextlib.suppress(StreamingQueryException, Py4JError, OSError):
-                while not running.query.awaitTermination(_WATCH_INTERVAL_S):  # type: ignore[arg-type]
+                while not spark_query.awaitTermination(_WATCH_INTERVAL_S):  # type: ignore[arg-type]
                     running.change_while_idle()
+                    if time.monotonic() - looked_s >= self.settings.heartbeat_s:
+                        self._stop_if_fenced(running)
+                        looked_s = time.monotonic()
+            with contextlib.suppress(Py4JError, OSError):
+                if running.goes_on(spark_query):
+                    continue
             with self._restarting:
                 if self._running is running:
                     running.let_go()
                     break
         self._leave()
+
+    def _stop_if_fenced(self, running: Running) -> None:
+        """An epoch that runs notices by itself. Others do, if nobody looks, only when there is input again."""
+        fenced = running.loop.fenced()
+        if fenced is None:
+            return
+        with self._restarting:  # who waits for the end of the query hears of it when it is known why it has ended
+            if self._running is running and running.stop_while_idle():
+                self._failure = as_failure(fenced)
 
     def _leave(self) -> None:
         """The query and its workers have ended: let go of the rest."""
@@ -359,7 +393,6 @@ class StreamQuery:
 
 
 def _check_number(name: str, number: Any) -> None:
-    if number is None:
-        return
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_PARALLELISM:
+    is_whole = isinstance(number, int) and not isinstance(number, bool)
+    if number is not None and not (is_whole and 1 <= number <= MAX_PARALLELISM):
         raise UnsupportedError(f"{name} is {number!r}; it must be a whole number from 1 to {MAX_PARALLELISM}.")

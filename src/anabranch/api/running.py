@@ -13,6 +13,7 @@ from py4j.protocol import Py4JError
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 
+from anabranch.api.failures import is_of_another_query
 from anabranch.api.progress import StateOperators
 from anabranch.control.coordinator import Coordinator
 from anabranch.core.errors import AnabranchError
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 _runs: dict[str, Running] = {}
 _ended: deque[str] = deque()
 _ENDED_MAX = 4
+#: How often Spark's query is started again because a driver that was replaced wrote into its logs, which it does once.
+_CONFLICTS_MAX = 3
 
 
 class Running:
@@ -36,21 +39,30 @@ class Running:
         coordinator: Coordinator,
         operators: StateOperators,
         release: Callable[[], None],
+        restart: Callable[[], StreamingQuery],
     ) -> None:
+        #: Spark's query: another one after each conflict with a driver that this one has replaced.
         self.query = query
         self.loop = loop
         self.coordinator = coordinator
         self._operators = operators
         self._release = release
+        self._restart = restart
+        self._conflicts = 0
+        #: Reports of Spark's queries that ended in a conflict.
+        self._earlier: list[StreamingQueryProgress] = []
         #: What the workers held when somebody asked last: rows and bytes of each state variable.
         self._held: list[dict[str, Any]] = []
         self._looked_at: int | None = None
         self._releasing = threading.Lock()
+        self._is_stopping = False
         self.is_released = False
         _runs[str(query.runId)] = self
 
     def stop(self, timeout_s: float) -> None:
         """Stop after the epoch that is running, and take down the workers."""
+        with self._releasing:
+            self._is_stopping = True
         # Interrupting an epoch is safe, but makes Spark log pages of stack traces.
         waited = self.loop.running.acquire(timeout=timeout_s)
         try:
@@ -68,9 +80,44 @@ class Running:
             self._look_at_state()
             self.is_released = True
             self._release()
-            _ended.append(str(self.query.runId))
-            while len(_ended) > _ENDED_MAX:
-                _runs.pop(_ended.popleft(), None)
+            _forget(str(self.query.runId))
+
+    def goes_on(self, query: StreamingQuery) -> bool:
+        """Whether there is another query of Spark's in the place of one that has ended.
+
+        A driver that has been replaced may write into Spark's logs before it notices. Then Spark ends the query of the
+        newer one. All that was written fits what it would have done itself, so another query goes on from there.
+        """
+        with self._releasing:
+            if query is not self.query:
+                return True
+            if self._is_stopping or self.is_released or self._conflicts == _CONFLICTS_MAX:
+                return False
+            try:
+                error = query.exception()
+                if error is None or not is_of_another_query(error) or self.loop.fenced() is not None:
+                    return False
+                logger.warning("a driver that was replaced wrote into Spark's logs; Spark's query is started again")
+                earlier = self.progress()
+                self.query = self._restart()
+            except Py4JError as failure:
+                logger.warning("Spark's query cannot be started again: %s", failure)
+                return False
+            self._conflicts += 1
+            self._earlier = earlier
+            _runs[str(self.query.runId)] = self
+            _forget(str(query.runId))
+            return True
+
+    def stop_while_idle(self) -> bool:
+        """Stop Spark's query, unless an epoch runs."""
+        if not self.loop.running.acquire(blocking=False):
+            return False
+        try:
+            self.query.stop()
+        finally:
+            self.loop.running.release()
+        return True
 
     def change_while_idle(self) -> None:
         """A stream without new rows has no epochs, and workers come and go all the same."""
@@ -90,7 +137,7 @@ class Running:
 
     def progress(self) -> list[StreamingQueryProgress]:
         """Spark's progress reports, each with the state operators and an ``anabranch`` part about the epoch."""
-        return self.completed(self.query.recentProgress)
+        return [*self._earlier, *self.completed(self.query.recentProgress)]
 
     def last_progress(self) -> StreamingQueryProgress | None:
         progress = self.query.lastProgress
@@ -120,6 +167,13 @@ class Running:
             return
         self._looked_at = epoch
         self._held = [entry for worker in described for entry in worker["variables"]]
+
+
+def _forget(run_id: str) -> None:
+    """The run has ended: others that end after it take its place."""
+    _ended.append(run_id)
+    while len(_ended) > _ENDED_MAX:
+        _runs.pop(_ended.popleft(), None)
 
 
 def run_of(run_id: str) -> Running | None:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 from pyspark.sql import SparkSession
 
 from anabranch.core.errors import SettingsError
-from anabranch.core.settings import PREFIX, Settings
+from anabranch.core.settings import PREFIX, Settings, has_password
+
+logger = logging.getLogger(__name__)
 
 SETTINGS_FILE = "anabranch.toml"
 _ENVIRONMENT_PREFIX = "ANABRANCH_"
 #: What the terminal commands read, and no query.
 _OF_COMMANDS = frozenset({"ANABRANCH_URL"})
 _SPARK_PREFIX = "spark."
+#: In the mode of a file: who has no other rights to it can read it.
+_OPEN_TO_OTHERS = 0o004
 
 
 def resolve_settings(spark: SparkSession, options: Mapping[str, Any]) -> Settings:
     """The settings in force for a query with these writer options."""
     _check_prefixes(spark, options)
+    _check_secrets(spark)
     return Settings.from_texts(
         (SETTINGS_FILE, _from_file(Path(SETTINGS_FILE))),
         ("the environment", _from_environment(os.environ)),
@@ -44,7 +52,15 @@ def _from_file(path: Path) -> Mapping[str, Any]:
     except (tomllib.TOMLDecodeError, OSError) as error:
         raise SettingsError(f"{path} cannot be read: {error}. Correct or remove it.") from None
     section: Mapping[str, Any] = document.get("anabranch", document)
+    if path.stat().st_mode & _OPEN_TO_OTHERS and any(map(_is_secret, section.items())):
+        logger.warning("other users of this machine can read the secrets in %s: chmod 600 it", path)
     return section
+
+
+def _is_secret(setting: tuple[str, Any]) -> bool:
+    name, value = setting
+    plain = name.lower().removeprefix(PREFIX).replace("_", "")
+    return plain in ("token", "redispassword") or (plain == "redisurl" and has_password(str(value)))
 
 
 def _from_environment(environment: Mapping[str, str]) -> Mapping[str, str]:
@@ -65,6 +81,38 @@ def _from_spark(spark: SparkSession) -> Mapping[str, str]:
 def _configuration(spark: SparkSession) -> dict[str, str]:
     # Settings given to the session builder are part of the context's configuration.
     return {**dict(spark.sparkContext.getConf().getAll()), **spark.conf.getAll}
+
+
+def _check_secrets(spark: SparkSession) -> None:
+    """Spark hides settings by their names, in its pages and in its event log; and it has command lines."""
+    found = {name[len(PREFIX) :].lower(): value for name, value in _from_spark(spark).items()}
+    if has_password(found.get("redisurl", "")):
+        raise SettingsError(
+            f"{_SPARK_PREFIX}{PREFIX}redisUrl has a password, which Spark shows in its pages and its event log. Set "
+            f"{_SPARK_PREFIX}{PREFIX}redisPassword, which it hides, or ANABRANCH_REDIS_URL."
+        )
+    for name in ("token", "redisPassword"):
+        for process in _showing(found.get(name.lower(), "")):
+            logger.warning(
+                "all users of this machine can read %s%s%s in the command line of process %d, where Spark puts "
+                "settings of its builder and of spark-submit; set ANABRANCH_%s instead, or use a file of settings",
+                _SPARK_PREFIX,
+                PREFIX,
+                name,
+                process,
+                "TOKEN" if name == "token" else "REDIS_PASSWORD",
+            )
+
+
+def _showing(secret: str) -> list[int]:
+    """The processes of this application that have a secret in their command lines."""
+    found: list[int] = []
+    own = psutil.Process()
+    for process in [own, *own.parents(), *own.children(recursive=True)] if secret else []:
+        with contextlib.suppress(psutil.Error):
+            if any(secret in argument for argument in process.cmdline()):
+                found.append(process.pid)
+    return found
 
 
 def _check_prefixes(spark: SparkSession, options: Mapping[str, Any]) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from pyspark.errors import StreamingQueryException
@@ -19,18 +20,20 @@ from anabranch.api.progress import StateOperators
 from anabranch.api.query import StreamQuery
 from anabranch.api.running import Running
 from anabranch.checkpoint import rewind
+from anabranch.checkpoint.sinks import shift_of
 from anabranch.checkpoint.storage import Storage
-from anabranch.control.claims import claim
+from anabranch.control.claims import Claimed, claim
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.launcher import EmbeddedWorkers, prepare
 from anabranch.control.members import Member, Membership, connect, discover
 from anabranch.control.resume import resume
 from anabranch.control.savepoints import seed
 from anabranch.core.errors import CheckpointError, EpochError, SettingsError
-from anabranch.core.ids import NO_EPOCH, StageNumber, WorkerId
+from anabranch.core.ids import NO_EPOCH, Epoch, StageNumber, WorkerId
 from anabranch.core.settings import Settings
 from anabranch.engine.late import LateRows
-from anabranch.engine.loop import EpochLoop, wall_clock_ms
+from anabranch.engine.loop import EpochLoop
+from anabranch.engine.losslog import leave_out_lost_workers
 from anabranch.engine.pythondaemon import use_own_daemon
 from anabranch.engine.sinks import FileSink, Sink
 from anabranch.engine.stages import Clock, table_stage
@@ -38,6 +41,8 @@ from anabranch.engine.streamfacts import SparkStream
 from anabranch.engine.tables import TableKeeper
 from anabranch.engine.ticks import Ticks
 from anabranch.plan.pipeline import Pipeline
+from anabranch.wire.credentials import Credentials, is_loopback_host
+from anabranch.wire.keyring import new_token, user_token
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +61,16 @@ def start_query(
     mode: str,
     trigger: Mapping[str, Any],
     name: str | None,
-    now_ms: Callable[[], int] = wall_clock_ms,
+    now_ms: Callable[[], int] | None = None,
 ) -> StreamQuery:
     """Start everything, or leave nothing behind."""
+    settings = _with_token(settings)
+    _check_exposure(settings)
     if not settings.worker_addresses:
         prepare()
     spark = sample.sparkSession
     use_own_daemon(spark)
+    leave_out_lost_workers(spark)
     temporary = checkpoint if isinstance(checkpoint, TemporaryFolder) else None
     place = checkpoint.path if isinstance(checkpoint, TemporaryFolder) else checkpoint
     location = qualified(spark, place, what="The checkpoint", error=CheckpointError)
@@ -71,7 +79,7 @@ def start_query(
     def launch(settings: Settings, parallelism: Mapping[StageNumber, int]) -> Running:
         _check_one_query_per_checkpoint(spark, location)
         with contextlib.ExitStack() as undo:
-            coordinator = _start_coordinator(pipeline, settings, location, parallelism, undo)
+            claimed, coordinator = _start_coordinator(pipeline, settings, location, parallelism, undo)
             stream = SparkStream(has_watermark=pipeline.has_watermark)
             coordinator.cluster.on_loss = lambda _: stream.cancel_jobs()
             ticks = _make_ticks(spark, pipeline, mode, trigger, undo)
@@ -85,20 +93,21 @@ def start_query(
                 stream=stream,
                 ticks=ticks,
                 late=late,
-                tables=_make_tables(pipeline, settings),
+                tables=_make_tables(pipeline, settings, undo),
+                now_ms=now_ms,
             )
-            loop.now_ms = now_ms
             rows = loop.feeds.read() if pipeline.segments else pipeline.source
             if ticks is not None:
                 rows = ticks.added_to(rows)
             if isinstance(sink, FileSink):
-                sink.announce(spark)
+                latest, committed = sink.announce(spark), Epoch(coordinator.committed_epoch)
+                sink.shift = shift_of(claimed.storage, claimed.spark, sink.path, committed=committed, latest=latest)
             _replay(rows, loop, location, stream)
             if ticks is not None and coordinator.committed_epoch != NO_EPOCH:
                 ticks.note_restart()
-            query = _start_spark(rows, loop, location, trigger, name)
-            stream.attach(query)
-            return Running(query, loop, coordinator, StateOperators(pipeline.stateful_stages), undo.pop_all().close)
+            restart = partial(_start_spark, rows, loop, stream, location, trigger, name)
+            operators = StateOperators(pipeline.stateful_stages)
+            return Running(restart(), loop, coordinator, operators, undo.pop_all().close, restart)
 
     running = launch(settings, {stage.spec.number: stage.parallelism or default for stage in pipeline.stateful_stages})
     query = StreamQuery(running, pipeline, settings=settings, sink=description, relaunch=launch, temporary=temporary)
@@ -110,9 +119,45 @@ def start_query(
     return query
 
 
-def _make_tables(pipeline: Pipeline, settings: Settings) -> TableKeeper | None:
+def _with_token(settings: Settings) -> Settings:
+    """Every query has a token: workers that it starts get a new one, others of this user have the user's own."""
+    if settings.token:
+        return settings
+    if far := _far_workers(settings):
+        raise SettingsError(
+            f"The workers at {', '.join(far)} can be reached from other machines, so they have a token. Set "
+            "anabranch.token to the same."
+        )
+    return replace(settings, token=user_token() if settings.worker_addresses else new_token())
+
+
+def _check_exposure(settings: Settings) -> None:
+    credentials = Credentials.of(settings)
+    credentials.check()
+    if credentials.uses_tls and not settings.worker_addresses and not credentials.serves_tls:
+        raise SettingsError(
+            "anabranch.tlsAuthority is set, but workers that the query starts have no certificate. Set "
+            "anabranch.tlsCertificate and anabranch.tlsKey as well."
+        )
+    if (far := _far_workers(settings)) and not credentials.uses_tls:
+        logger.warning(
+            "the workers at %s are reached without TLS: whoever listens in on the way reads the token and all state; "
+            "set anabranch.tlsAuthority, and start workers with --tls-certificate and --tls-key",
+            ", ".join(far),
+        )
+
+
+def _far_workers(settings: Settings) -> list[str]:
+    return [address for address in settings.worker_addresses if not is_loopback_host(address.rpartition(":")[0])]
+
+
+def _make_tables(pipeline: Pipeline, settings: Settings, undo: contextlib.ExitStack) -> TableKeeper | None:
     stage = table_stage(pipeline.stateful_stages)
-    return None if stage is None else TableKeeper(stage, bytes_max=settings.broadcast_bytes)
+    if stage is None:
+        return None
+    keeper = TableKeeper(stage, bytes_max=settings.broadcast_bytes)
+    undo.callback(keeper.close)
+    return keeper
 
 
 def _start_coordinator(
@@ -121,7 +166,7 @@ def _start_coordinator(
     location: str,
     parallelism: Mapping[StageNumber, int],
     undo: contextlib.ExitStack,
-) -> Coordinator:
+) -> tuple[Claimed, Coordinator]:
     """Claim the checkpoint, start or find the workers, and open the job on them; `undo` takes all of it down."""
     if settings.savepoint:
         seed(location, settings.state_location, settings.savepoint)
@@ -135,9 +180,10 @@ def _start_coordinator(
     )
     workers = EmbeddedWorkers(
         store=settings.store,
-        redis_url=settings.redis_url if settings.store == "redis" else "",
+        redis_url=settings.redis_location if settings.store == "redis" else "",
         state_path=settings.state_path,
-        token=settings.token,
+        log_path=settings.log_path,
+        credentials=Credentials.of(settings),
         start_timeout_s=settings.start_timeout_s,
     )
     undo.callback(workers.stop)
@@ -151,7 +197,7 @@ def _start_coordinator(
         _Supply(settings, workers),
     )
     undo.callback(coordinator.close)
-    return coordinator
+    return claimed, coordinator
 
 
 @dataclass(frozen=True)
@@ -169,7 +215,8 @@ class _Supply:
         if self.settings.worker_addresses:
             return None
         started = self.workers.start(1)
-        return connect(started, timeout_s=self.settings.request_timeout_s, token=self.settings.token).all[0]
+        credentials = Credentials.of(self.settings)
+        return connect(started, timeout_s=self.settings.request_timeout_s, credentials=credentials).all[0]
 
     def kill(self, worker: WorkerId) -> None:
         self.workers.kill(worker)
@@ -187,25 +234,21 @@ def _find_workers(settings: Settings, workers: EmbeddedWorkers) -> Membership:
             settings.worker_addresses,
             timeout_s=settings.request_timeout_s,
             start_timeout_s=settings.start_timeout_s,
-            token=settings.token,
+            credentials=Credentials.of(settings),
         )
     started = workers.start(settings.workers)
-    return connect(started, timeout_s=settings.request_timeout_s, token=settings.token)
+    return connect(started, timeout_s=settings.request_timeout_s, credentials=Credentials.of(settings))
 
 
 def _replay(rows: DataFrame, loop: EpochLoop, location: str, stream: SparkStream) -> None:
     """Let Spark repeat the epochs that were put aside, one after the other, before it goes on with new ones."""
     spark = Storage(location)
-    for epoch in rewind.pending(spark):
+    for epoch in rewind.repeated(spark):
         logger.warning("epoch %d is repeated from the offsets that it had", epoch)
-        rewind.put_back(spark, epoch)
-        query = _start_spark(rows, loop, location, {"once": True}, None)
-        stream.attach(query)
         try:
-            query.awaitTermination()
+            _start_spark(rows, loop, stream, location, {"once": True}, None).awaitTermination()
         except StreamingQueryException as error:
             raise explained(loop, error) from error
-        rewind.done(spark, epoch)
 
 
 def _make_ticks(
@@ -227,15 +270,23 @@ def _make_ticks(
 
 
 def _start_spark(
-    rows: DataFrame, loop: EpochLoop, location: str, trigger: Mapping[str, Any], name: str | None
+    rows: DataFrame,
+    loop: EpochLoop,
+    stream: SparkStream,
+    location: str,
+    trigger: Mapping[str, Any],
+    name: str | None,
 ) -> StreamingQuery:
     writer = rows.writeStream.foreachBatch(loop).option("checkpointLocation", location)
     if trigger:
         writer = writer.trigger(**trigger)
     if name is not None:
         writer = writer.queryName(name)
+    stream.detach()
     with fast_log_files(rows.sparkSession, location):
-        return writer.start()
+        query = writer.start()
+    stream.attach(query)
+    return query
 
 
 def _check_one_query_per_checkpoint(spark: SparkSession, location: str) -> None:

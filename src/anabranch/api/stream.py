@@ -16,6 +16,7 @@ from anabranch.api.broadcast import BroadcastTable, table_argument, with_broadca
 from anabranch.api.grouped import GroupedStream
 from anabranch.api.joins import UNION_METHODS, check_static_join, is_stream, join_streams, unite_streams
 from anabranch.core.errors import UnsupportedError
+from anabranch.engine.pythondaemon import use_own_python
 from anabranch.engine.segments import Operation
 from anabranch.operators.dedup.build import build_dedup
 from anabranch.plan.explain import explain_logical
@@ -64,6 +65,7 @@ def stream(rows: DataFrame) -> Stream:
         return rows
     if not isinstance(rows, DataFrame):
         raise UnsupportedError(f"anabranch.stream needs a DataFrame, not a {type(rows).__name__}.")
+    use_own_python(rows.sparkSession)
     pipeline = Pipeline(source=rows, stages=()).open_stage(None, None, opened=False, operations=("source",))
     return Stream(pipeline, rows) if rows.isStreaming else BatchStream(pipeline, rows)
 

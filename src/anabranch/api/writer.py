@@ -20,7 +20,6 @@ from anabranch.checkpoint.job import stages_of
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, SettingsError, UnsupportedError
 from anabranch.core.settings import Settings
-from anabranch.engine.loop import wall_clock_ms
 from anabranch.engine.sinks import foreach_function
 from anabranch.plan.pipeline import Pipeline
 from anabranch.plan.validation import check_output_mode
@@ -49,7 +48,7 @@ class StreamWriter:
         self._function: Callable[[DataFrame, int], Any] | None = None
         self._foreach: Any | None = None
         self._late: LateTarget | None = None
-        self._now_ms: Callable[[], int] = wall_clock_ms
+        self._now_ms: Callable[[], int] | None = None
 
     def format(self, source: str) -> StreamWriter:
         self._format = source.lower()

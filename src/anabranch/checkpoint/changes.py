@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +10,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from anabranch.checkpoint.documents import checksum_of
+from anabranch.checkpoint.documents import Checksum, checksum_of
 from anabranch.checkpoint.evolution import to_layout
 from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
+from anabranch.core.gather import PART_BYTES, gathered_in_parts
 from anabranch.core.keygroups import MAX_KEY_GROUPS, key_groups_of
 from anabranch.core.schemas import GROUP, HASH, Layout
 
@@ -35,9 +36,13 @@ class Written(NamedTuple):
 
 def write_changes(storage: Storage, path: str, layout: Layout, key_groups: int, changes: pa.Table) -> Written:
     """Writes the changes of ``layout.changes``, by key group; the order within a key group stays as it is."""
-    content = _encode(storage, path, layout, _sorted_by_group(changes, layout, key_groups))
-    storage.write(path, content)
-    return Written(rows=changes.num_rows, bytes=content.size, checksum=checksum_of(content))
+    sink = _Sink()
+    chunks = _encoded(storage, path, layout, _by_group(changes, layout, key_groups), sink)
+    if changes.nbytes <= PART_BYTES:
+        storage.write(path, b"".join(chunks))
+    else:
+        storage.write_from(path, chunks)
+    return Written(rows=changes.num_rows, bytes=sink.position, checksum=sink.checksum)
 
 
 def read_changes(storage: Storage, file: ChangeFile, layout: Layout, groups: Collection[int] | None) -> pa.Table:
@@ -59,30 +64,73 @@ def read_changes(storage: Storage, file: ChangeFile, layout: Layout, groups: Col
         raise _damaged(storage, file, str(error)) from error
 
 
-def _sorted_by_group(changes: pa.Table, layout: Layout, key_groups: int) -> pa.Table:
+class _Sink:
+    """What Parquet has written and nobody has taken yet. A file, as far as Arrow needs one."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        self._hash = Checksum()
+        self.position = 0
+
+    def write(self, data: pa.Buffer | bytes) -> int:
+        chunk = bytes(data)
+        self._chunks.append(chunk)
+        self._hash.update(chunk)
+        self.position += len(chunk)
+        return len(chunk)
+
+    def tell(self) -> int:
+        return self.position
+
+    def flush(self) -> None:
+        """What is here has to be taken."""
+
+    def take(self) -> bytes:
+        chunks, self._chunks = self._chunks, []
+        return b"".join(chunks)
+
+    @property
+    def checksum(self) -> str:
+        return self._hash.text
+
+
+def _by_group(changes: pa.Table, layout: Layout, key_groups: int) -> Iterator[pa.Table]:
+    """The changes sorted by key group, with the key group: in parts of bounded size, of which there is at least one."""
     if not changes.schema.equals(layout.changes):
         raise ValueError(f"changes have the columns\n{changes.schema}\ninstead of\n{layout.changes}")
     groups = key_groups_of(changes.column(HASH).to_numpy(), key_groups)
-    if np.any(groups[1:] < groups[:-1]):
-        # On 16 bits, NumPy's stable sort is a radix sort: five times as fast as on 32.
-        order = np.argsort(groups.astype(np.int16), kind="stable")
-        changes = changes.combine_chunks().take(pa.array(order))
-        groups = groups[order]
-    return changes.add_column(0, pa.field(GROUP, pa.int32()), pa.array(groups))
+    # On 16 bits, NumPy's stable sort is a radix sort: five times as fast as on 32.
+    order = np.argsort(groups.astype(np.int16), kind="stable")
+    if changes.nbytes <= PART_BYTES:
+        in_order = np.all(groups[1:] >= groups[:-1])
+        parts = iter([changes if in_order else changes.combine_chunks().take(pa.array(order))])
+    else:
+        parts = gathered_in_parts(changes, order)
+    start = 0
+    for part in parts:
+        of_part = groups[order[start : start + len(part)]]
+        yield part.add_column(0, pa.field(GROUP, pa.int32()), pa.array(of_part))
+        start += len(part)
 
 
-def _encode(storage: Storage, path: str, layout: Layout, table: pa.Table) -> pa.Buffer:
+def _encoded(storage: Storage, path: str, layout: Layout, parts: Iterator[pa.Table], sink: _Sink) -> Iterator[bytes]:
+    """The file as it is written."""
     # All columns may be null: those of a change that clears or deletes are, whatever the type of the state says.
     schema = pa.schema([field.with_nullable(True) for field in layout.files])
-    sink = pa.BufferOutputStream()
     try:
-        with pq.ParquetWriter(sink, schema, compression=_COMPRESSION, use_dictionary=False) as writer:
-            writer.write_table(pa.table(table.columns, schema=schema), row_group_size=_ROW_GROUP_ROWS)
+        with pq.ParquetWriter(
+            pa.PythonFile(sink, "w"), schema, compression=_COMPRESSION, use_dictionary=False
+        ) as writer:
+            for part in parts:
+                writer.write_table(pa.table(part.columns, schema=schema), row_group_size=_ROW_GROUP_ROWS)
+                yield sink.take()
     except pa.ArrowException as error:
         raise CheckpointError(
             f"Cannot write {storage.full_path(path)} as Parquet: {error}. Use other types in the state."
         ) from error
-    return sink.getvalue()
+    yield sink.take()
 
 
 def _decode(content: pa.Buffer, groups: Collection[int] | None) -> pa.Table:

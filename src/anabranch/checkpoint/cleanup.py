@@ -37,6 +37,15 @@ class Policy:
     keep_seconds: float
     #: Data without a document may belong to a write that is under way; it goes when it is older than that.
     min_age_s: float
+    #: Change files of epochs after the committed one, by this generation or a later one, stay however old they seem:
+    #: their manifest may be about to be written, and clocks may be wrong. None: nobody writes.
+    writing: Generation | None = None
+    committed: Epoch = NO_EPOCH
+
+    def is_being_written(self, path: str) -> bool:
+        """Whether a change file may be part of an epoch whose manifest is yet to come."""
+        of = paths.change_file_of(path)
+        return self.writing is not None and of is not None and of[0] > self.committed and of[1] >= self.writing
 
 
 @dataclass(frozen=True)
@@ -95,14 +104,16 @@ def clean_up(
     now: float,
     min_age_s: float,
     in_use: Sequence[StateFiles] = (),
+    writing: Generation | None = None,
 ) -> CleanedUp:
     """Deletes what no retained epoch needs; ``committed`` is the last epoch that Spark committed.
 
     ``in_use`` is what somebody reads from at the moment, such as workers that fetch key groups from the checkpoint
     bit by bit: those files stay, even if a newer snapshot holds the same state. ``min_age_s`` has to be longer than
-    any compaction takes. If a retained epoch cannot be restored as it is, CheckpointError, and nothing is deleted.
+    any compaction takes; ``writing`` is the generation of the driver that runs, if one does. If a retained epoch cannot
+    be restored as it is, CheckpointError, and nothing is deleted.
     """
-    policy = Policy(keep_epochs, keep_seconds, min_age_s)
+    policy = Policy(keep_epochs, keep_seconds, min_age_s, writing, committed)
     files = {path: (size, written_s) for path, size, written_s in storage.walk(paths.ROOT)}
     written = {path: written_s for path, (_, written_s) in files.items()}
     found = Documents(storage)
@@ -162,7 +173,8 @@ def unneeded(
             if entry not in kept.manifest_entries:
                 manifests.append(path)
         elif _DATA_FILE.fullmatch(path) and not name.startswith("."):
-            if path not in kept.data and (path in dropped or path in old):
+            is_old = path in old and not policy.is_being_written(path)
+            if path not in kept.data and (path in dropped or is_old):
                 data.append(path)
         elif _TEMPORARY_FILE.fullmatch(path) and path in old:
             temporary.append(path)

@@ -21,6 +21,20 @@ def checksum_of(content: bytes | pa.Buffer) -> str:
     return f"xxh3:{xxhash.xxh3_64_hexdigest(content)}"
 
 
+class Checksum:
+    """The same, of content that comes in chunks."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+
+    def update(self, chunk: bytes) -> None:
+        self._hash.update(chunk)
+
+    @property
+    def text(self) -> str:
+        return f"xxh3:{self._hash.hexdigest()}"
+
+
 def encode(content: Mapping[str, Any], *, format_version: int = FORMAT_VERSION) -> bytes:
     document = {
         "format_version": format_version,

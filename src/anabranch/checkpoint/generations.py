@@ -37,6 +37,15 @@ def claim_generation(storage: Storage, info: Mapping[str, Any]) -> Generation:
     )
 
 
+def claim_next(storage: Storage, mine: Generation, info: Mapping[str, Any]) -> Generation:
+    """Claims the generation after one's own. Raises FencedError if a newer driver has claimed it."""
+    following = Generation(mine + 1)
+    content = documents.encode({"generation": following, "info": dict(info)})
+    if not storage.create(paths.generation_file(following), content):
+        raise _fenced(storage, mine, max(following, latest_generation(storage)))
+    return following
+
+
 def claim_exactly(storage: Storage, generation: Generation, info: Mapping[str, Any]) -> None:
     """Counts a generation as claimed, so that the next driver claims a later one."""
     storage.create(paths.generation_file(generation), documents.encode({"generation": generation, "info": dict(info)}))
@@ -53,8 +62,12 @@ def check_generation(storage: Storage, mine: Generation) -> None:
     """Raises FencedError if a newer driver has claimed the checkpoint."""
     newest = latest_generation(storage)
     if newest > mine:
-        raise FencedError(
-            f"A newer driver has taken over the job: it claimed generation {newest} of the checkpoint "
-            f"{storage.location}, and this driver is generation {mine}. This query stops; run one query per checkpoint "
-            f"(see {storage.full_path(paths.generation_file(newest))} for who runs the other)."
-        )
+        raise _fenced(storage, mine, newest)
+
+
+def _fenced(storage: Storage, mine: Generation, newest: Generation) -> FencedError:
+    return FencedError(
+        f"A newer driver has taken over the job: it claimed generation {newest} of the checkpoint "
+        f"{storage.location}, and this driver is generation {mine}. This query stops; run one query per checkpoint "
+        f"(see {storage.full_path(paths.generation_file(newest))} for who runs the other)."
+    )

@@ -8,6 +8,7 @@
     routes/00000007.json                         which worker owned which key group
     manifests/000000000012.g00000003.json        what epoch 12 is made of, as generation 3 wrote it
     changes/stage2/count/epoch=000000000012/g00000003-r<run>-<worker>.parquet
+    sinks/<path>.json                            which number epochs have in the log of a file sink
     snapshots/000000000012.json                  the whole state as of epoch 12: the list of its files
     snapshots/stage2/count/epoch=000000000012/<unique>.parquet
 """
@@ -40,11 +41,13 @@ MANIFESTS = "anabranch/manifests"
 CHANGES = "anabranch/changes"
 #: Offsets of epochs that Spark is to run again, beside Spark's own.
 REPLAY = "anabranch/replay"
+SINKS = "anabranch/sinks"
 SNAPSHOTS = "anabranch/snapshots"
 
 _NUMBER = re.compile(r"(\d+)")
 _NUMBERED_FILE = re.compile(r"(\d{8})\.json")
 _MANIFEST_FILE = re.compile(r"(\d{12})\.g(\d{8})\.json")
+_CHANGE_FILE = re.compile(rf"{CHANGES}/[^/]+/[^/]+/epoch=(\d{{12}})/g(\d{{8}})-[^/]+\.parquet")
 _SNAPSHOT_DOCUMENT = re.compile(r"(\d{12})\.json")
 
 #: File systems allow 255 bytes for a name; what is left over is for suffixes and the names of temporary files.
@@ -57,6 +60,11 @@ def generation_file(generation: Generation) -> str:
 
 def route_file(version: RouteVersion) -> str:
     return f"{ROUTES}/{version:08d}.json"
+
+
+def sink_file(place: str) -> str:
+    """What is known about the sink in a directory."""
+    return f"{SINKS}/{safe_name(place)}.json"
 
 
 def manifest_file(epoch: Epoch, generation: Generation) -> str:
@@ -104,6 +112,12 @@ def manifest_of(name: str) -> tuple[Epoch, Generation] | None:
     return (Epoch(int(match[1])), Generation(int(match[2]))) if match else None
 
 
+def change_file_of(path: str) -> tuple[Epoch, Generation] | None:
+    """The epoch and the generation of a change file; None: the file is something else."""
+    match = _CHANGE_FILE.fullmatch(path)
+    return (Epoch(int(match[1])), Generation(int(match[2]))) if match else None
+
+
 def snapshot_epoch_of(name: str) -> Epoch | None:
     match = _SNAPSHOT_DOCUMENT.fullmatch(name)
     return Epoch(int(match[1])) if match else None
@@ -112,6 +126,12 @@ def snapshot_epoch_of(name: str) -> Epoch | None:
 def spark_batch_of(name: str) -> Epoch | None:
     """The batch that a file of Spark's ``commits/`` or ``offsets/`` stands for: Spark names them by their number."""
     return Epoch(int(name)) if _NUMBER.fullmatch(name) else None
+
+
+def log_entry_of(name: str) -> int | None:
+    """The number of an entry in the log of Spark's file source or file sink; some hold those before them as well."""
+    name = name.removesuffix(".compact")
+    return int(name) if _NUMBER.fullmatch(name) else None
 
 
 def safe_name(name: str) -> str:

@@ -6,6 +6,8 @@ each then is the one that Spark repeats. What sinks have of these epochs already
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from anabranch.checkpoint import paths
 from anabranch.checkpoint.manifests import remove_after
 from anabranch.checkpoint.sparklog import last_committed_epoch
@@ -26,7 +28,11 @@ def newest_durable_epoch(storage: Storage, up_to: Epoch) -> Epoch:
 
 
 def rewind(spark: Storage, storage: Storage, to: Epoch) -> list[Epoch]:
-    """Put the job back to the end of an epoch; the epochs that are to be repeated. Interrupted, it can be repeated."""
+    """Put the job back to the end of an epoch; the epochs that are to be repeated. Interrupted, it can be repeated.
+
+    Commits go last, and the newest of them first: as long as there is one of a later epoch, the job has not been put
+    back. With offsets of later epochs, but no commits, Spark would run the newest of them and none before it.
+    """
     planned = _numbers(spark, paths.SPARK_OFFSETS)
     later = [epoch for epoch in planned if epoch > to]
     repeated = sorted({*later, *pending(spark)})
@@ -39,11 +45,11 @@ def rewind(spark: Storage, storage: Storage, to: Epoch) -> list[Epoch]:
     for epoch in later:
         spark.copy_to(f"{paths.SPARK_OFFSETS}/{epoch}", spark, _aside(epoch))
     remove_after(storage, to)
+    for epoch in sorted(later, reverse=True):
+        _forget(spark, paths.SPARK_OFFSETS, epoch)
     for epoch in sorted(_numbers(spark, paths.SPARK_COMMITS), reverse=True):
         if epoch > to:
             _forget(spark, paths.SPARK_COMMITS, epoch)
-    for epoch in sorted(later, reverse=True):
-        _forget(spark, paths.SPARK_OFFSETS, epoch)
     return repeated
 
 
@@ -52,8 +58,26 @@ def pending(spark: Storage) -> list[Epoch]:
     return sorted(_numbers(spark, paths.REPLAY))
 
 
+def repeated(spark: Storage) -> Iterator[Epoch]:
+    """The epochs that are to be repeated, in order. While the caller has one, it lets Spark run that."""
+    committed = last_committed_epoch(spark)
+    for epoch in pending(spark):
+        # Whoever put it aside died after Spark had committed it again, or before anything else was done.
+        if epoch <= committed:
+            spark.delete(_aside(epoch))
+    while waiting := pending(spark):
+        epoch = waiting[0]
+        put_back(spark, epoch)
+        yield epoch
+        done(spark, epoch)
+
+
 def put_back(spark: Storage, epoch: Epoch) -> None:
-    """Let the next thing that Spark does be this epoch."""
+    """Let the next thing that Spark does be this epoch: the newest that has offsets."""
+    for later in sorted(_numbers(spark, paths.SPARK_OFFSETS), reverse=True):
+        if later > epoch:
+            spark.copy_to(f"{paths.SPARK_OFFSETS}/{later}", spark, _aside(later))
+            _forget(spark, paths.SPARK_OFFSETS, later)
     spark.copy_to(_aside(epoch), spark, f"{paths.SPARK_OFFSETS}/{epoch}")
 
 

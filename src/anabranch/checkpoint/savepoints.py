@@ -15,6 +15,7 @@ from anabranch.checkpoint import documents, evolution, paths
 from anabranch.checkpoint.generations import claim_exactly
 from anabranch.checkpoint.job import fork_job
 from anabranch.checkpoint.snapshots import read_snapshot
+from anabranch.checkpoint.sparklog import read_entries
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Epoch
@@ -40,14 +41,28 @@ def check_free(target: Storage) -> None:
 
 
 def begin_savepoint(spark: Storage, target: Storage, epoch: Epoch) -> None:
-    """Copy what Spark needs to go on after an epoch. The snapshot of the state comes next."""
+    """Copy what Spark needs to go on after an epoch. The snapshot of the state comes next.
+
+    When Spark chooses the input of the next epoch, file sources note at once which files that is. A job that starts
+    from here chooses for itself.
+    """
     # Spark wants to see where the epoch began, too.
     copied = [f"{paths.SPARK_OFFSETS}/{number}" for number in (epoch - 1, epoch) if number >= 0]
     for path in [*copied, f"{paths.SPARK_COMMITS}/{epoch}"]:
         spark.copy_to(path, target, path)
+    read = read_entries(spark, epoch)
     for path, _, _ in list(spark.walk(paths.SPARK_SOURCES)):
-        if not path.rsplit("/", 1)[-1].startswith("."):
+        _, source, *inner = path.split("/")
+        if not inner or inner[-1].startswith("."):
+            continue
+        entry = paths.log_entry_of(inner[-1])
+        if entry is None or entry <= read.get(source, entry) or not _lists_files(spark, path):
             spark.copy_to(path, target, path)
+
+
+def _lists_files(spark: Storage, path: str) -> bool:
+    """Whether this is an entry of a file source's log, and not what another source remembers from its beginning."""
+    return b'"path":' in spark.read(path)
 
 
 def complete_savepoint(storage: Storage, target: Storage, epoch: Epoch) -> Savepoint:

@@ -20,6 +20,7 @@ from anabranch.checkpoint import documents, paths
 from anabranch.checkpoint.evolution import to_layout
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
+from anabranch.core.gather import gathered
 from anabranch.core.ids import Epoch, Generation, StageNumber
 from anabranch.core.keygroups import MAX_KEY_GROUPS, key_groups_of
 from anabranch.core.requests import Run, RunId
@@ -164,7 +165,7 @@ def _in_order(rows: pa.Table, layout: Layout, key_groups: int) -> tuple[pa.Table
     if layout.variable.kind is VariableKind.LIST:
         keys.insert(0, rows.column(layout.subkey.names[0]).to_numpy())
     order = np.lexsort(keys)
-    return rows.combine_chunks().take(pa.array(order)), groups[order]
+    return gathered(rows, order), groups[order]
 
 
 def _write_file(

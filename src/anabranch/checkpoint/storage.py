@@ -108,6 +108,11 @@ class Storage:
         with self._explained("write", path) as checked:
             self._files.write(checked, content)
 
+    def write_from(self, path: str, chunks: Iterable[bytes]) -> None:
+        """The same, of content that comes in chunks, and is never in memory as a whole."""
+        with self._explained("write", path) as checked:
+            self._files.write_from(checked, chunks)
+
     def create(self, path: str, content: bytes | pa.Buffer) -> bool:
         """Creates a file with this content unless it exists; of several callers at once, exactly one gets True."""
         with self._explained("create", path) as checked:

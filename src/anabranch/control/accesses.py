@@ -11,6 +11,7 @@ from anabranch.control.cluster import Cluster
 from anabranch.core.ids import StageNumber
 from anabranch.core.routes import assign_partitions
 from anabranch.core.settings import Settings
+from anabranch.wire.credentials import Credentials
 from anabranch.wire.routed import StageAccess
 
 
@@ -31,6 +32,6 @@ def make_accesses(
             partitions=np.array(assign_partitions(cluster.route, partitions, cluster.load), dtype=np.int32),
             cache_route=settings.routing_cache,
             timeout_s=settings.request_timeout_s,
-            token=settings.token,
+            credentials=Credentials.of(settings),
         )
     return accesses

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from anabranch.checkpoint.statefiles import StateFiles
@@ -13,6 +13,8 @@ from anabranch.control.claims import Claimed, Committed
 from anabranch.control.members import Member
 from anabranch.core.ids import WorkerId
 from anabranch.core.routes import Route
+from anabranch.runtime.scheduler import Scheduler
+from anabranch.runtime.threads import THREADS
 from anabranch.wire import messages
 
 logger = logging.getLogger(__name__)
@@ -41,17 +43,18 @@ class Assignment:
     answers: dict[WorkerId, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def carry_out(claimed: Claimed, members: Sequence[Member], assignment: Assignment) -> None:
+def carry_out(
+    claimed: Claimed, members: Sequence[Member], assignment: Assignment, scheduler: Scheduler = THREADS
+) -> None:
     """Bring every worker to the committed epoch, and give it its key groups.
 
     State that a worker has already stays where it is. All other state comes when it is needed, and in the background.
     """
-    with ThreadPoolExecutor(max_workers=max(1, len(members))) as pool:
-        list(pool.map(lambda member: _open(claimed, member, assignment), members))
-        if assignment.offers is not None:
-            for offers in pool.map(lambda member: _hand_over(claimed, member, assignment), members):
-                assignment.offers.extend(offers)
-        answers = list(pool.map(lambda member: _assign(claimed, member, members, assignment), members))
+    scheduler.gather(partial(_open, claimed, member, assignment) for member in members)
+    if assignment.offers is not None:
+        for offers in scheduler.gather(partial(_hand_over, claimed, member, assignment) for member in members):
+            assignment.offers.extend(offers)
+    answers = scheduler.gather(partial(_assign, claimed, member, members, assignment) for member in members)
     assignment.answers.update(zip([member.worker for member in members], answers, strict=True))
 
 

@@ -6,8 +6,9 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from anabranch.checkpoint.documents import FORMAT_VERSION
 from anabranch.checkpoint.generations import NO_GENERATION, claim_generation, generation_info, latest_generation
@@ -52,20 +53,25 @@ def claim(
     *,
     state_location: str = "",
     interval_s: float = 0.0,
+    open_storage: Callable[[str], Storage] = Storage,
 ) -> Claimed:
     """Check that the checkpoint is this job's, and fence every earlier driver."""
-    spark = Storage(location)
-    storage = Storage(state_location) if state_location else spark
+    spark = open_storage(location)
+    storage = open_storage(state_location) if state_location else spark
     wanted = JobDescription(FORMAT_VERSION, JobId(uuid.uuid4().hex), key_groups, tuple(stages))
     job = create_or_check(storage, wanted, spark)
-    is_volatile = _was_volatile(storage)
-    info = {"host": socket.gethostname(), "pid": os.getpid(), VOLATILE: interval_s or is_volatile}
-    generation = claim_generation(storage, info)
+    is_volatile = was_volatile(storage)
+    generation = claim_generation(storage, who_claims(volatile=bool(interval_s) or is_volatile))
     save_shape(storage, job, generation, spark)
     return Claimed(storage, spark, job, generation, is_volatile)
 
 
-def _was_volatile(storage: Storage) -> bool:
+def who_claims(*, volatile: bool) -> dict[str, Any]:
+    """What this driver says about itself when it claims a generation; others tell by it whether it still runs."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), VOLATILE: volatile}
+
+
+def was_volatile(storage: Storage) -> bool:
     """Whether the newest driver did not make every epoch durable. If nobody can tell, a missing epoch is an error."""
     before = latest_generation(storage)
     if before == NO_GENERATION:

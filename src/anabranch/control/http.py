@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import ssl
 import threading
 from typing import Any
 
@@ -16,6 +17,8 @@ from anabranch.control.http_access import Access, ip_address, is_loopback
 from anabranch.control.http_app import ControlApp
 from anabranch.control.http_endpoints import JobControl
 from anabranch.core.errors import SettingsError
+from anabranch.wire.credentials import Credentials
+from anabranch.wire.keyring import Entry, announce
 
 __all__ = ["ControlServer", "JobControl"]
 
@@ -34,14 +37,19 @@ _JOIN_TIMEOUT_S = 10.0
 class ControlServer:
     """Serves the API from the moment it is made until `close`."""
 
-    def __init__(self, control: JobControl, *, host: str, port: int, token: str, strict_port: bool) -> None:
-        self._socket = _listen(host, port, token=token, strict_port=strict_port)
+    def __init__(
+        self, control: JobControl, *, host: str, port: int, credentials: Credentials, strict_port: bool
+    ) -> None:
+        context = credentials.server_context() if credentials.serves_tls else None
+        self._socket = _listen(host, port, credentials=credentials, strict_port=strict_port)
         self.port = int(self._socket.getsockname()[1])
-        self.url = f"http://{_shown_host(host)}:{self.port}"
+        scheme = "http" if context is None else "https"
+        self.url = f"{scheme}://{_shown_host(host)}:{self.port}"
         if port not in (0, self.port):
             logger.warning("port %d on %s is in use; the HTTP API of the job is at %s instead", port, host, self.url)
-        app = ControlApp(control, Access(token=token, host=host))
-        self._server = _Server(app)
+        self._server = _Server(ControlApp(control, Access(token=credentials.token, host=host)), context)
+        # Before anybody is answered: whoever finds the API finds the token as well, if it is theirs.
+        self._announced = announce(Entry(scheme, str(self._socket.getsockname()[0]), self.port, credentials))
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="anabranch-http", daemon=True)
         self._thread.start()
@@ -51,6 +59,7 @@ class ControlServer:
 
     def close(self) -> None:
         """Stop answering. Requests that are under way are refused; what they asked for may still happen."""
+        self._announced.remove()
         self._server.should_exit = True
         if threading.current_thread() is self._thread:
             return
@@ -70,6 +79,13 @@ class ControlServer:
 
 
 class _Config(uvicorn.Config):
+    #: With which TLS is spoken, if it is.
+    context: ssl.SSLContext | None = None
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self.context
+
     def configure_logging(self) -> None:
         """Handlers, levels and level names are the driver's."""
 
@@ -77,25 +93,25 @@ class _Config(uvicorn.Config):
 class _Server(uvicorn.Server):
     """Says when it has begun, and lets go of requests that are under way when it ends."""
 
-    def __init__(self, app: ControlApp) -> None:
-        super().__init__(
-            _Config(
-                app.asgi,
-                http=_Protocol,
-                ws="none",
-                loop="asyncio",
-                lifespan="off",
-                interface="asgi3",
-                log_config=None,
-                # Otherwise a header, or a variable of the environment, would decide who is on this machine.
-                proxy_headers=False,
-                server_header=False,
-                workers=1,
-                backlog=_BACKLOG,
-                limit_concurrency=_CONNECTIONS_MAX,
-                timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-            )
+    def __init__(self, app: ControlApp, context: ssl.SSLContext | None) -> None:
+        config = _Config(
+            app.asgi,
+            http=_Protocol,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            # Otherwise a header, or a variable of the environment, would decide who is on this machine.
+            proxy_headers=False,
+            server_header=False,
+            workers=1,
+            backlog=_BACKLOG,
+            limit_concurrency=_CONNECTIONS_MAX,
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )
+        config.context = context
+        super().__init__(config)
         self._control_app = app
         self.has_begun = threading.Event()
 
@@ -131,12 +147,18 @@ class _Protocol(H11Protocol):
         self.transport.close()
 
 
-def _listen(host: str, port: int, *, token: str, strict_port: bool) -> socket.socket:
+def _listen(host: str, port: int, *, credentials: Credentials, strict_port: bool) -> socket.socket:
     """A socket that listens: from here on nobody else gets the port."""
     if not 0 <= port <= 65535:
         raise SettingsError(f"Port {port} does not exist. Set anabranch.controlPort to 1 to 65535, or 0 for any.")
     family, address = _resolve(host)
-    if not token.strip() and not is_loopback(address):
+    if not is_loopback(address) and not credentials.serves_tls:
+        logger.warning(
+            "the HTTP API on %s is reached from other machines without TLS: whoever listens in on the way reads the "
+            "token, and can then change and stop the job; set anabranch.tlsCertificate and anabranch.tlsKey",
+            host,
+        )
+    if not credentials.token.strip() and not is_loopback(address):
         raise SettingsError(
             f"The HTTP API on {host} can be reached from other machines, so it needs a token: set anabranch.token. Or "
             "set anabranch.controlHost to 127.0.0.1."

@@ -1,7 +1,8 @@
 """Who may ask the job for what: decided from the client's address and the headers of a request alone.
 
-Programs on this machine are trusted, others must know the token. Web pages are not trusted wherever the browser runs:
-a page can make it send requests here, but it cannot hide from which page they come, nor under which name it found us.
+Programs on this machine may read and scale out, as TCP does not tell whose they are; for the rest, and from elsewhere,
+the token is needed. Web pages are not trusted wherever the browser runs: a page can make it send requests here, but it
+cannot hide from which page they come, nor under which name it found us.
 """
 
 from __future__ import annotations

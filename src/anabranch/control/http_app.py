@@ -38,6 +38,12 @@ logger = logging.getLogger(__name__)
 CALLS_AT_ONCE = 32
 _READING = ("GET", "HEAD")
 _STOPPING = "The job is stopping. Ask again when it has been started again."
+#: What some put into the address, where it does not belong.
+_SECRETS = frozenset({"token", "access_token", "anabranch.token", "authorization", "bearer", "auth"})
+_TOKEN_IN_ADDRESS = (
+    "A token does not belong into the address, which histories and logs keep. Send it as a header: Authorization: "
+    "Bearer TOKEN. If it was the right one, start the job with another."
+)
 #: The first kind that fits counts.
 _STATUSES: tuple[tuple[type[AnabranchError], int], ...] = (
     (SettingsError, 400),
@@ -163,7 +169,11 @@ class _Gate:
         if self._is_closed:
             await _refuse(503, _STOPPING)(scope, receive, send)
             return
-        refusal = self._access.refusal(_asked(Request(scope)))
+        request = Request(scope)
+        if any(name.lower() in _SECRETS for name in request.query_params):
+            await _refuse(400, _TOKEN_IN_ADDRESS)(scope, receive, send)
+            return
+        refusal = self._access.refusal(_asked(request))
         if refusal is not None:
             headers = {"www-authenticate": "Bearer"} if refusal.status == 401 else {}
             await _refuse(refusal.status, refusal.sentence, headers)(scope, receive, send)

@@ -6,12 +6,14 @@ import logging
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from anabranch.control.nursery import NURSERY, Child, Nursery
+from anabranch.control.workerlogs import WorkerLogs
 from anabranch.core.errors import WorkerError
 from anabranch.core.ids import WorkerId
+from anabranch.wire.credentials import Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +42,20 @@ class EmbeddedWorkers:
         *,
         store: str,
         state_path: str,
-        token: str,
+        credentials: Credentials,
         start_timeout_s: float,
         redis_url: str = "",
+        log_path: str = "",
         nursery: Nursery = NURSERY,
     ) -> None:
         self._store = store
         self._redis_url = redis_url
         self._state_path = state_path
-        self._token = token
+        self._credentials = credentials
         self._start_timeout_s = start_timeout_s
         self._lock = threading.Lock()
         self._nursery = nursery
+        self._logs = WorkerLogs(log_path)
         self._processes: dict[WorkerId, Child] = {}
         self._started = 0
         self._stopped = False
@@ -81,6 +85,7 @@ class EmbeddedWorkers:
         if process is not None:
             process.send_signal(signal.SIGKILL)
             process.bury()
+            self._logs.note_lost(worker)
 
     def retire(self, worker: WorkerId) -> None:
         """Let a worker go that has nothing left. One that was started elsewhere is left alone."""
@@ -97,29 +102,32 @@ class EmbeddedWorkers:
             processes, self._processes = self._processes, {}
         for process in processes.values():
             process.end_input()
-        for process in processes.values():
+        for worker, process in processes.items():
             if not process.wait(_STOP_TIMEOUT_S):
                 logger.warning("state worker %d does not stop; killing it", process.pid)
                 process.send_signal(signal.SIGKILL)
+                self._logs.note_lost(worker)
             process.bury()
+        self._logs.close()
 
     def _launch(self) -> WorkerId:
         with self._lock:
             self._refuse_if_stopped()
             self._started += 1
             worker = WorkerId(f"worker-{self._started}")
+            log = self._logs.path_of(worker)
         options = {
             "host": "127.0.0.1",
             "port": 0,
             "store": self._store,
             "redis_url": self._redis_url,
             "state_path": str(Path(self._state_path).absolute()) if self._state_path else None,
-            "token": self._token,
+            "credentials": asdict(self._credentials),
             "worker_id": worker,
             "exit_with_parent": True,
         }
         # This may take long, and who asks for lost workers must not wait for it.
-        process = self._nursery.start(options, self._start_timeout_s)
+        process = self._nursery.start(options, self._start_timeout_s, log)
         try:
             with self._lock:
                 self._refuse_if_stopped()
@@ -140,11 +148,11 @@ class EmbeddedWorkers:
         except TimeoutError:
             raise WorkerError(
                 f"A state worker did not start within {self._start_timeout_s:g} s. Raise anabranch.startTimeout if "
-                f"this machine is slow. Its log ends: {process.end_of_log()}"
+                f"this machine is slow. {process.about_log()}"
             ) from None
         except (ValueError, KeyError):
             self._refuse_if_stopped()  # then it has ended for that reason, and its log is closed
-            raise WorkerError(f"A state worker failed to start. Its log ends: {process.end_of_log()}") from None
+            raise WorkerError(f"A state worker failed to start. {process.about_log()}") from None
 
     def _refuse_if_stopped(self) -> None:
         if self._stopped:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from anabranch.control.cluster import Cluster
 from anabranch.control.members import Member
-from anabranch.core.errors import AnabranchError, EpochError, WorkerError
+from anabranch.core.errors import AnabranchError, EpochError, LostWorkerError, WorkerError
 from anabranch.core.schemas import StageSpec
+from anabranch.runtime.scheduler import Scheduler
 from anabranch.wire import messages
 
 logger = logging.getLogger(__name__)
@@ -30,9 +31,14 @@ _Seen = TypeVar("_Seen")
 class Looking:
     """Asks all workers at once."""
 
-    def __init__(self, cluster: Cluster, pool: ThreadPoolExecutor, job: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, cluster: Cluster, scheduler: Scheduler, job: Callable[[], dict[str, Any]], repair_s: float = 0.0
+    ) -> None:
+        #: How long it may take until a lost worker is noticed and its key groups are with others.
+        self._repair_s = repair_s
         self._cluster = cluster
-        self._pool = pool
+        self._scheduler = scheduler
+        self.is_closed = False
         #: The numbers that every request carries.
         self._job = job
 
@@ -63,7 +69,11 @@ class Looking:
                 seen = look()
             except AnabranchError as error:
                 failure = error
-                if not isinstance(error, EpochError) and self._cluster.steadiness.held_since(count):
+                if isinstance(error, LostWorkerError):
+                    # Its part goes to others as soon as the loss is noticed.
+                    if not self._cluster.steadiness.wait_for_change(count, self._repair_s):
+                        raise
+                elif not isinstance(error, EpochError) and self._cluster.steadiness.held_since(count):
                     raise
                 logger.debug("a look at the workers starts over: %s", error)
                 continue
@@ -94,7 +104,6 @@ class Looking:
         ]
 
     def _on_all(self, members: Sequence[Member], call: Callable[[Member], Any]) -> list[Any]:
-        try:
-            return list(self._pool.map(call, members))
-        except RuntimeError as error:  # the pool takes no more
-            raise WorkerError("The query ends or is being restarted, so its workers cannot be asked.") from error
+        if self.is_closed:
+            raise WorkerError("The query ends or is being restarted, so its workers cannot be asked.")
+        return self._scheduler.gather(partial(call, member) for member in members)

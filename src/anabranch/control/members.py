@@ -9,6 +9,7 @@ from anabranch.control.launcher import WorkerAddress
 from anabranch.core.errors import SettingsError, WorkerError
 from anabranch.core.ids import WorkerId
 from anabranch.wire.client import WorkerClient
+from anabranch.wire.credentials import Credentials
 from anabranch.wire.messages import Health
 
 
@@ -44,31 +45,37 @@ class Membership:
         self.all = (*self.all, member)
 
     def remove(self, worker: WorkerId) -> None:
-        gone = [member for member in self.all if member.worker == worker]
-        self.all = tuple(member for member in self.all if member.worker != worker)
-        for member in gone:
-            member.client.close()
+        """Let go of a worker, and close the connection to it."""
+        self.take(worker).client.close()
+
+    def take(self, worker: WorkerId) -> Member:
+        """Let go of a worker; the connection to it stays open."""
+        taken = self.get(worker)
+        self.all = tuple(member for member in self.all if member is not taken)
+        return taken
 
     def close(self) -> None:
         for member in self.all:
             member.client.close()
 
 
-def connect(addresses: Sequence[WorkerAddress], *, timeout_s: float, token: str) -> Membership:
+def connect(addresses: Sequence[WorkerAddress], *, timeout_s: float, credentials: Credentials) -> Membership:
     """Connections to workers whose ids are known."""
     return Membership(
         [
-            Member(a.worker, a.address, a.pid, WorkerClient(a.address, timeout_s=timeout_s, token=token))
+            Member(a.worker, a.address, a.pid, WorkerClient(a.address, timeout_s=timeout_s, credentials=credentials))
             for a in addresses
         ]
     )
 
 
-def discover(addresses: Sequence[str], *, timeout_s: float, start_timeout_s: float, token: str) -> Membership:
+def discover(
+    addresses: Sequence[str], *, timeout_s: float, start_timeout_s: float, credentials: Credentials
+) -> Membership:
     """Connections to running workers, after asking each who it is."""
     members = []
     for address in addresses:
-        client = WorkerClient(address, timeout_s=timeout_s, token=token)
+        client = WorkerClient(address, timeout_s=timeout_s, credentials=credentials)
         health, _ = client.call(Health(), timeout_s=start_timeout_s)
         members.append(Member(WorkerId(health["worker"]), address, int(health["pid"]), client, str(health["store"])))
     ids = [member.worker for member in members]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from anabranch.control.rescale import Migration, Rescale, RescaleState
+from anabranch.control.rescale import Migration, Rescale
 from anabranch.core.ids import WorkerId
+from anabranch.core.membership_events import RescaleState
+from anabranch.runtime.scheduler import Scheduler
+from anabranch.runtime.threads import THREADS
 
 #: Of those that are over, so many are remembered.
 _REMEMBERED = 100
@@ -17,24 +19,21 @@ _REMEMBERED = 100
 class Migrations:
     """Any thread may call any method."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, scheduler: Scheduler = THREADS) -> None:
+        self._lock = scheduler.lock()
         self._all: deque[Migration] = deque(maxlen=_REMEMBERED)
         #: Rescales whose state is on its way, each with the number of its migration.
         self._handles: list[tuple[int, Rescale]] = []
-        #: The workers that have not said since the last change that all of their key groups have arrived.
-        self._pending: set[WorkerId] = set()
 
     @property
     def is_under_way(self) -> bool:
         with self._lock:
             return any(migration.seconds is None for migration in self._all)
 
-    def begin(self, migration: Migration, handles: Collection[Rescale], workers: Collection[WorkerId]) -> None:
+    def begin(self, migration: Migration, handles: Collection[Rescale]) -> None:
         """The route has changed. Migrations that were under way go on, towards the new owners."""
         with self._lock:
             self._all.append(migration)
-            self._pending = set(workers)
             self._handles += [(migration.number, handle) for handle in handles]
             for each in self._all:
                 if each.seconds is None:
@@ -42,18 +41,14 @@ class Migrations:
         for handle in handles:
             handle.begin(migration)
 
-    def note(self, worker: WorkerId, progress: Mapping[str, Any]) -> bool:
-        """What a worker says; whether this was the last that was awaited. What it said before the change is no news."""
+    def note(self, worker: WorkerId, progress: Mapping[str, Any]) -> None:
+        """What a worker says. What it said before the last change is no news."""
         with self._lock:
             if not self._all or progress["assignment"] != self._all[-1].number:
-                return False
+                return
             for migration in self._all:
                 if migration.seconds is None:
                     migration.latest[worker] = {name: int(progress[name]) for name in _FIGURES}
-            if worker not in self._pending or progress["pendingGroups"]:
-                return False
-            self._pending.discard(worker)
-            return not self._pending
 
     def finish(self, number: int) -> None:
         """All state has arrived that was on its way since the migration with this number, or before it."""

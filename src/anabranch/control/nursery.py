@@ -15,10 +15,11 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from anabranch.core.errors import WorkerError
-from anabranch.wire.descriptors import receive, send
+from anabranch.wire.descriptors import LOG_VARIABLE, receive, send
 
 _SHOWN_LOG_BYTES = 2000
 #: A nursery that has not done so much in that time is given up; another one takes its place when it is needed.
@@ -49,26 +50,28 @@ class Nursery:
             self._be_there()
         self._bury_ended()
 
-    def start(self, options: Mapping[str, Any], timeout_s: float) -> Child:
-        """A new process. It ends when its standard input does."""
+    def start(self, options: Mapping[str, Any], timeout_s: float, log: Path | None = None) -> Child:
+        """A new process. It ends when its standard input does. Without a name, its log goes with it."""
         try:
-            return self._start(options, timeout_s)
+            return self._start(options, timeout_s, log)
         except _KilledError:
             # A process that it may have forked before has lost its input, and ends.
-            return self._start(options, timeout_s)
+            return self._start(options, timeout_s, log)
         finally:
             self._bury_ended()
 
-    def _start(self, options: Mapping[str, Any], timeout_s: float) -> Child:
+    def _start(self, options: Mapping[str, Any], timeout_s: float, path: Path | None) -> Child:
         with contextlib.ExitStack() as ours:
             stdin, keep = os.pipe()
             ours.callback(os.close, stdin)
             output, stdout = os.pipe()
             ours.callback(os.close, stdout)
-            log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the process
+            # Appended to, because it is one file for both sides, with one position.
+            log: IO[bytes] = tempfile.TemporaryFile() if path is None else path.open("a+b")  # noqa: SIM115
             try:
                 # The environment may have changed since the nursery began: credentials of a storage, for example.
-                request = {"start": options, "environment": dict(os.environ)}
+                environment = {**os.environ, LOG_VARIABLE: "" if path is None else str(path)}
+                request = {"start": options, "environment": environment}
                 answer = self._ask(request, [stdin, stdout, log.fileno()], timeout_s)
                 if "error" in answer:
                     raise WorkerError(f"A state worker could not be started: {answer['error']}.")
@@ -77,7 +80,7 @@ class Nursery:
                 os.close(output)
                 log.close()
                 raise
-        return Child(self, answer["pid"], keep, output, log)
+        return Child(self, answer["pid"], keep, output, log, path)
 
     def bury(self, pid: int) -> None:
         """Forget a process that has ended; while another one is being started, that is left to whoever starts it."""
@@ -175,13 +178,16 @@ class Nursery:
 class Child:
     """A process that a nursery has started. Its output is open as long as it lives."""
 
-    def __init__(self, nursery: Nursery, pid: int, stdin: int, stdout: int, log: IO[bytes]) -> None:
+    def __init__(
+        self, nursery: Nursery, pid: int, stdin: int, stdout: int, log: IO[bytes], log_path: Path | None = None
+    ) -> None:
         self.pid = pid
         self._nursery = nursery
         self._lock = threading.Lock()
         self._stdin: int | None = stdin
         self._stdout = stdout
         self._log = log
+        self._log_path = log_path
         self._said = b""
         self._has_ended = False
 
@@ -236,6 +242,11 @@ class Child:
 
     def end_of_log(self) -> str:
         return end_of(self._log)
+
+    def about_log(self) -> str:
+        """Where the log is, and how it ends: for the end of an error's text."""
+        where = "" if self._log_path is None else f", {self._log_path},"
+        return f"Its log{where} ends: {self.end_of_log()}"
 
     def _read(self, timeout_s: float | None) -> bool:
         """Look whether it has said something or has ended; False if neither happens in time."""

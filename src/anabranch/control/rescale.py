@@ -7,19 +7,10 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from anabranch.core.ids import Epoch, WorkerId
-
-
-class RescaleState(StrEnum):
-    WAITING = "waiting"  #: for new workers, or for the next epoch
-    MIGRATING = "migrating"  #: the new route is in force, and state follows
-    DONE = "done"
-    FAILED = "failed"
-    REPLACED = "replaced"  #: a newer request came before this one took effect
-
+from anabranch.core.membership_events import RescaleState
 
 _ON_DEMAND_ONLY = "anabranch.drain is false: only keys that are asked for move, so this does not complete by itself"
 _ENDED = (RescaleState.DONE, RescaleState.FAILED, RescaleState.REPLACED)

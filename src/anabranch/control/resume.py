@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from anabranch.checkpoint.generations import check_generation
 from anabranch.checkpoint.rewind import newest_durable_epoch, rewind
 from anabranch.checkpoint.routes import newest_route, save_route
 from anabranch.checkpoint.sparklog import last_committed_epoch
@@ -13,8 +14,11 @@ from anabranch.checkpoint.statefiles import StateFiles, state_files
 from anabranch.control.assigning import Assignment, carry_out, wipe_shared_store
 from anabranch.control.claims import Claimed, Committed
 from anabranch.control.members import Membership
+from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Epoch
 from anabranch.core.routes import Route, initial_route, next_route
+from anabranch.runtime.scheduler import Scheduler
+from anabranch.runtime.threads import THREADS
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +33,14 @@ class Resumed:
     files: StateFiles
 
 
-def resume(claimed: Claimed, members: Membership, *, shared_store: bool = False, heartbeat_s: float = 0.0) -> Resumed:
+def resume(
+    claimed: Claimed,
+    members: Membership,
+    *,
+    shared_store: bool = False,
+    heartbeat_s: float = 0.0,
+    scheduler: Scheduler = THREADS,
+) -> Resumed:
     """Open the job on all workers at the last epoch that Spark committed."""
     storage = claimed.storage
     epoch = _return_to_durable_epoch(claimed)
@@ -40,7 +51,8 @@ def resume(claimed: Claimed, members: Membership, *, shared_store: bool = False,
     if shared_store:
         wipe_shared_store(claimed, members.all)
     offers: list[dict[str, Any]] | None = [] if shared_store else None
-    carry_out(claimed, members.all, Assignment(route, committed, files, offers=offers, heartbeat_s=heartbeat_s))
+    assignment = Assignment(route, committed, files, offers=offers, heartbeat_s=heartbeat_s)
+    carry_out(claimed, members.all, assignment, scheduler)
     logger.info("job %s resumes after epoch %d, generation %d", claimed.job.job_id, epoch, claimed.generation)
     return Resumed(claimed, route, committed, files)
 
@@ -52,7 +64,13 @@ def _return_to_durable_epoch(claimed: Claimed) -> Epoch:
         return committed
     durable = newest_durable_epoch(claimed.storage, committed)
     if durable < committed:
-        repeated = rewind(claimed.spark, claimed.storage, durable)
+        check_generation(claimed.storage, claimed.generation)
+        try:
+            repeated = rewind(claimed.spark, claimed.storage, durable)
+        except CheckpointError:
+            # A newer driver that does the same may have been faster.
+            check_generation(claimed.storage, claimed.generation)
+            raise
         logger.warning("epochs %s were not durable, and are repeated", repeated)
     return durable
 

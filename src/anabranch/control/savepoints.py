@@ -6,32 +6,38 @@ import logging
 
 from anabranch.checkpoint.generations import latest_generation
 from anabranch.checkpoint.job import read_job
+from anabranch.checkpoint.rewind import newest_durable_epoch
 from anabranch.checkpoint.savepoints import Savepoint, begin_savepoint, check_free, complete_savepoint, start_from
 from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.checkpoint.storage import Storage
-from anabranch.control.claims import Claimed
-from anabranch.control.upkeep import compact_in_process
+from anabranch.control.claims import Claimed, was_volatile
+from anabranch.control.parts import PRODUCTION, DriverParts
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import NO_EPOCH
+from anabranch.core.ids import NO_EPOCH, Epoch
 
 logger = logging.getLogger(__name__)
 
 
-def take_savepoint(claimed: Claimed, target: str) -> Savepoint:
-    """Make a savepoint of the last epoch that Spark has committed. Epochs go on meanwhile."""
-    place = Storage(target)
+def take_savepoint(claimed: Claimed, target: str, epoch: Epoch, parts: DriverParts = PRODUCTION) -> Savepoint:
+    """Make a savepoint of an epoch that is durable and that Spark has committed. Epochs go on meanwhile."""
+    place = parts.open_storage(target)
     check_free(place)
     if place.location == claimed.spark.location:
         raise CheckpointError(f"{place.location} is the checkpoint itself. Name another place for the savepoint.")
-    epoch = last_committed_epoch(claimed.spark)
     if epoch == NO_EPOCH:
         raise CheckpointError(
-            f"The job of {claimed.spark.location} has not committed an epoch yet, so there is nothing to save. "
-            "Wait for its first epoch."
+            f"The job of {claimed.spark.location} has no epoch yet that is committed and durable, so there is nothing "
+            "to save. Wait for its first epoch."
         )
     begin_savepoint(claimed.spark, place, epoch)
-    compact_in_process(claimed, epoch, target=place.location)
+    parts.compact(claimed, epoch, target=place.location)
     return complete_savepoint(claimed.storage, place, epoch)
+
+
+def newest_epoch(claimed: Claimed) -> Epoch:
+    """The newest epoch of a job that does not run of which a savepoint can be made."""
+    committed = last_committed_epoch(claimed.spark)
+    return newest_durable_epoch(claimed.storage, committed) if claimed.is_volatile else committed
 
 
 def seed(location: str, state_location: str, savepoint: str) -> None:
@@ -49,4 +55,4 @@ def found(location: str, state_location: str = "") -> Claimed:
     """A checkpoint as it is found, without claiming it: a driver that uses it goes on undisturbed."""
     spark = Storage(location)
     storage = Storage(state_location) if state_location else spark
-    return Claimed(storage, spark, read_job(storage), latest_generation(storage))
+    return Claimed(storage, spark, read_job(storage), latest_generation(storage), was_volatile(storage))

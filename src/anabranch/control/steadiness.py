@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from anabranch.runtime.scheduler import Scheduler
+from anabranch.runtime.threads import THREADS
 
 
 class Steadiness:
     """Counts changes, so that whoever looked during one can look again. Nobody who changes anything waits."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    def __init__(self, scheduler: Scheduler = THREADS) -> None:
+        self._changed = scheduler.condition()
         self._under_way = 0
         self._count = 0
 
@@ -32,6 +34,11 @@ class Steadiness:
         with self._changed:
             self._changed.wait_for(lambda: not self._under_way, timeout_s)
             return self._count
+
+    def wait_for_change(self, count: int, timeout_s: float) -> bool:
+        """Wait until something has changed since ``wait`` gave this number, for so long at most; whether it has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._under_way and self._count != count, timeout_s)
 
     def held_since(self, count: int) -> bool:
         """Whether nothing has changed since ``wait`` gave this number."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from anabranch.checkpoint.cleanup import clean_up
 from anabranch.checkpoint.generations import check_generation
 from anabranch.checkpoint.statefiles import StateFiles
 from anabranch.control.claims import Claimed
-from anabranch.control.nursery import NURSERY, Child
-from anabranch.core.errors import AnabranchError, CheckpointError
+from anabranch.control.parts import PRODUCTION, DriverParts, Killable
+from anabranch.core.errors import AnabranchError
 from anabranch.core.ids import Epoch
 from anabranch.core.settings import Settings
+from anabranch.runtime.scheduler import Thread
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,6 @@ _CHANGES_MIN = 1_000_000
 _CHANGES_PER_ROW = 2.0
 #: Files that nothing refers to may belong to a write that is under way, for so long.
 _ORPHAN_AGE_S = 3600.0
-#: How long the start of a process may take, that of the one included which it is forked from.
-_START_TIMEOUT_S = 60.0
 #: After a failure nothing is tried for so long.
 _PAUSE_S = 60.0
 
@@ -41,17 +39,19 @@ class Upkeep:
         settings: Settings,
         files: StateFiles,
         in_use: Callable[[], Sequence[StateFiles]],
+        parts: DriverParts = PRODUCTION,
     ) -> None:
+        self._parts = parts
         self._claimed = claimed
         self._settings = settings
         self._in_use = in_use
         self._rows = sum(file.rows for file in files.snapshot_files)
         self._changes = sum(file.rows for file in files.change_files)
         self._epochs = len(files.manifests)
-        self._thread: threading.Thread | None = None
-        self._process: Child | None = None
+        self._thread: Thread | None = None
+        self._process: Killable | None = None
         #: Held while files are deleted, or must not be.
-        self._cleaning = threading.Lock()
+        self._cleaning = parts.scheduler.lock()
         self._closed = False
         self._not_before = 0.0
         #: How many snapshots were made, for status reports, and of which epoch the last one is.
@@ -68,8 +68,7 @@ class Upkeep:
         self._epochs += 1
         if committed < 0 or not self._is_due() or self._is_busy():
             return
-        self._thread = threading.Thread(target=self._run, args=(committed,), name="anabranch-upkeep", daemon=True)
-        self._thread.start()
+        self._thread = self._parts.scheduler.start(partial(self._run, committed), name="anabranch-upkeep")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -92,12 +91,14 @@ class Upkeep:
         return self._changes >= max(_CHANGES_MIN, _CHANGES_PER_ROW * self._rows)
 
     def _is_busy(self) -> bool:
-        return (self._thread is not None and self._thread.is_alive()) or time.monotonic() < self._not_before
+        return (
+            self._thread is not None and self._thread.is_alive()
+        ) or self._parts.scheduler.monotonic_s() < self._not_before
 
     def _run(self, epoch: Epoch) -> None:
         changes, epochs = self._changes, self._epochs
         try:
-            self._rows = compact_in_process(self._claimed, epoch, on_start=self._note_process)
+            self._rows = self._parts.compact(self._claimed, epoch, on_start=self._note_process)
             self._changes -= changes
             self._epochs -= epochs
             self.snapshots += 1
@@ -106,7 +107,7 @@ class Upkeep:
         except AnabranchError as error:
             if not self._closed:
                 logger.warning("the upkeep of the checkpoint failed, and is tried again later: %s", error)
-            self._not_before = time.monotonic() + _PAUSE_S
+            self._not_before = self._parts.scheduler.monotonic_s() + _PAUSE_S
         finally:
             self._process = None
 
@@ -118,36 +119,13 @@ class Upkeep:
                 committed=committed,
                 keep_epochs=self._settings.keep_epochs,
                 keep_seconds=self._settings.keep_s,
-                now=time.time(),
+                now=self._parts.scheduler.time_s(),
                 min_age_s=_ORPHAN_AGE_S,
                 in_use=self._in_use(),
+                writing=self._claimed.generation,
             )
 
-    def _note_process(self, process: Child) -> None:
+    def _note_process(self, process: Killable) -> None:
         self._process = process
         if self._closed:
             process.kill()
-
-
-def compact_in_process(
-    claimed: Claimed,
-    epoch: Epoch,
-    *,
-    target: str = "",
-    on_start: Callable[[Child], None] = lambda _: None,
-) -> int:
-    """Let a process of low priority write the snapshot of an epoch, here or elsewhere; the rows that it has."""
-    arguments = [claimed.storage.location, str(epoch), "--generation", str(claimed.generation)]
-    if target:
-        arguments += ["--to", target]
-    process = NURSERY.start({"compaction": arguments}, _START_TIMEOUT_S)
-    try:
-        on_start(process)
-        rows: int = process.first_line(None)["rows"]
-    except ValueError:
-        raise CheckpointError(
-            f"The snapshot of epoch {epoch} could not be written: {process.end_of_log().splitlines()[-1]}"
-        ) from None
-    finally:
-        process.bury()
-    return rows

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from anabranch.control.members import Member
 from anabranch.core.errors import AnabranchError
 from anabranch.core.ids import WorkerId
+from anabranch.runtime.scheduler import Scheduler
+from anabranch.runtime.threads import THREADS
 from anabranch.wire.messages import Health
 
 logger = logging.getLogger(__name__)
@@ -41,22 +41,37 @@ class Watch:
         *,
         heartbeat_s: float,
         worker_timeout_s: float,
+        scheduler: Scheduler = THREADS,
     ) -> None:
+        self._scheduler = scheduler
         self._cluster = cluster
         self._exited = exited
         self._heartbeat_s = heartbeat_s
         self._worker_timeout_s = worker_timeout_s
         self._silent_since: dict[WorkerId, float] = {}
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="anabranch-heartbeat", daemon=True)
-        self._thread.start()
+        self._closed = False
+        self._wake = scheduler.condition()
+        self._thread = scheduler.start(self._run, name="anabranch-heartbeat")
+
+    def stop(self) -> None:
+        """Looks at no worker any more, after the one that is being looked at."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
 
     def close(self) -> None:
-        self._closed.set()
+        self.stop()
         self._thread.join()
 
+    def _wait_for_beat(self) -> bool:
+        """Waits for the next look; False: there will be none."""
+        with self._wake:
+            if not self._closed:
+                self._wake.wait(self._heartbeat_s)
+            return not self._closed
+
     def _run(self) -> None:
-        while not self._closed.wait(self._heartbeat_s):
+        while self._wait_for_beat():
             for member in self._cluster.watched():
                 if member.worker in self._exited():
                     self._cluster.report_lost(member.worker, "its process has ended")
@@ -71,8 +86,8 @@ class Watch:
         try:
             health, _ = member.client.call(Health(), timeout_s=max(self._heartbeat_s, 1.0))
         except AnabranchError:
-            since = self._silent_since.setdefault(member.worker, time.monotonic())
-            if time.monotonic() - since >= self._worker_timeout_s:
+            since = self._silent_since.setdefault(member.worker, self._scheduler.monotonic_s())
+            if self._scheduler.monotonic_s() - since >= self._worker_timeout_s:
                 self._cluster.report_lost(member.worker, f"silent for {self._worker_timeout_s:g} s")
             return
         self._silent_since.pop(member.worker, None)

@@ -15,8 +15,7 @@ class Failure(StrEnum):
     """Why an epoch failed."""
 
     FENCED = "fenced"  #: a newer driver has taken over; this one must stop, and must not let Spark commit the epoch
-    WORKER_LOST = "worker_lost"  #: a worker is gone; recover its key groups and run the epoch again
-    REFUSED = "refused"  #: a worker is not where the driver thinks it is; open the job again
+    REFUSED = "refused"  #: a worker is lost, or not where the driver thinks it is; run the epoch again without it
     INCOMPLETE = "incomplete"  #: some tasks' changes are missing, however often they run
     SINK = "sink"  #: Spark's job, or the sink's write, failed
     MANIFEST = "manifest"  #: the manifest may not have been written
@@ -37,13 +36,6 @@ class EpochBegun(Event):
     workers: frozenset[WorkerId]
     #: The workers that own the key groups of each task, from the route.
     owners: Mapping[StagePartition, frozenset[WorkerId]]
-
-
-@dataclass(frozen=True)
-class WorkerLost(Event):
-    """A worker is gone, or cannot be reached any more."""
-
-    worker: WorkerId
 
 
 @dataclass(frozen=True)

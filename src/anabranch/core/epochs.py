@@ -33,7 +33,6 @@ from anabranch.core.epoch_events import (
     TasksRan,
     WorkerBegan,
     WorkerCommitted,
-    WorkerLost,
     WorkerPrepared,
     WorkerRefused,
     WriteManifest,
@@ -83,15 +82,13 @@ class EpochMachine:
         self.choice: frozenset[StageAttempt] | None = None
         #: The change files of the workers that have prepared.
         self.files: dict[WorkerId, tuple[Any, ...]] = {}
-        #: Workers lost after all had prepared. What they prepared is durable, so it does not hold up the epoch.
+        #: Workers that refused to commit. What they prepared is durable, so it does not hold up the epoch.
         self.lost: set[WorkerId] = set()
 
     def handle(self, event: Event) -> list[Instruction]:
         match event:
             case EpochBegun():
                 return self._begin(event)
-            case WorkerLost() if self.step is not Step.IDLE and event.worker in self.workers:
-                return self._lose(event.worker)
             case RunEvent() if event.run == self.run and self.step is not Step.IDLE:
                 return self._handle_run_event(event)
         return []
@@ -114,7 +111,7 @@ class EpochMachine:
         if self.step in (Step.WRITING, Step.COMMITTING):
             assert self.files.keys() == self.workers, vars(self)
         if self.lost:
-            assert self.step in (Step.WRITING, Step.COMMITTING), vars(self)
+            assert self.step is Step.COMMITTING, vars(self)
         if self.step is not Step.IDLE:
             assert self.epoch in (self.committed, self.committed + 1), vars(self)
 
@@ -223,9 +220,7 @@ class EpochMachine:
         return [WriteManifest(self.epoch, self.run, files)]
 
     def _commit(self) -> list[Instruction]:
-        self.step, self.waiting = Step.COMMITTING, set(self.workers - self.lost)
-        if not self.waiting:
-            return self._finish()
+        self.step, self.waiting = Step.COMMITTING, set(self.workers)
         return [CommitOn(self.epoch, self.run, worker) for worker in sorted(self.waiting)]
 
     def _finish(self) -> list[Instruction]:
@@ -234,15 +229,6 @@ class EpochMachine:
         self.committed = self.epoch
         return [FinishEpoch(self.epoch, self.run, lost)]
 
-    def _lose(self, worker: WorkerId) -> list[Instruction]:
-        if self.step not in (Step.WRITING, Step.COMMITTING):
-            message = f"Worker {worker} was lost before epoch {self.epoch} was prepared; run the epoch again."
-            return self._fail(Failure.WORKER_LOST, message, [worker])
-        self.lost.add(worker)
-        if self.step is Step.WRITING or worker not in self.waiting:
-            return []
-        return self._answered(worker, then=self._finish)
-
     def _refused(self, event: WorkerRefused) -> list[Instruction]:
         if event.reason is Refusal.FENCED:
             return self._fail(Failure.FENCED, event.message, [event.worker])
@@ -250,7 +236,8 @@ class EpochMachine:
             return []
         # What the worker prepared is durable and counts; that the worker does not have it makes it a lost one.
         if self.step is Step.COMMITTING:
-            return self._lose(event.worker)
+            self.lost.add(event.worker)
+            return self._answered(event.worker, then=self._finish)
         return self._fail(Failure.REFUSED, event.message, [event.worker])
 
     def _fail(self, reason: Failure, message: str, workers: Iterable[WorkerId] = ()) -> list[Instruction]:

@@ -136,13 +136,6 @@ class Abort(EpochRequest):
     """The run has failed; nothing of it counts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RollBack(Request):
-    """Return to an epoch: drop what runs, and the newest layer if it is later."""
-
-    to_epoch: Epoch
-
-
 # ------------------------------------------------------------------------------------------------ instructions
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.keygroups import DEFAULT_KEY_GROUPS, MAX_KEY_GROUPS
@@ -17,6 +19,17 @@ MIGRATIONS = ("lazy", "eager", "restart")
 DEFAULT_CONTROL_PORT = 9008
 MAX_WORKERS = 1024
 MAX_PARALLELISM = MAX_KEY_GROUPS
+
+
+#: What is shown of a secret.
+_HIDDEN = "…"
+_SECRETS = ("token", "redis_password")
+_URL_PASSWORD = re.compile(r"(://[^/@]*:).*@")
+
+
+def has_password(url: str) -> bool:
+    """Whether a URL has a password in it, or what may be one in a misspelt URL."""
+    return _URL_PASSWORD.search(url) is not None
 
 
 def _setting(default: Any, name: str, doc: str) -> Any:
@@ -35,6 +48,9 @@ class Settings:
     redis_url: str = _setting(
         "redis://localhost:6379/0", "redisUrl", "the shared store of redis: redis://, rediss:// or redis+cluster://"
     )
+    redis_password: str = _setting(
+        "", "redisPassword", "the password of redis, if it is not in the URL; Spark does not show settings of this name"
+    )
     migration: str = _setting("lazy", "migration", "how state follows a rescale: lazy, eager or restart")
     drain: bool = _setting(
         True, "drain", "lazy migration also moves state in the background; false: only what is asked for, to experiment"
@@ -42,6 +58,9 @@ class Settings:
     key_groups: int = _setting(DEFAULT_KEY_GROUPS, "keyGroups", "hash buckets of keys; fixed when a job first starts")
     parallelism: int = _setting(0, "parallelism", "partitions of stateful stages; 0: as many as Spark has cores")
     state_path: str = _setting("", "statePath", "directory for local state of workers; empty: a temporary one")
+    log_path: str = _setting(
+        "", "logPath", "directory for the logs of workers that the query starts; empty: the system's temporary one"
+    )
     routing_cache: bool = _setting(True, "routingCache", "tasks keep the route of their epoch instead of asking for it")
     request_timeout_s: float = _setting(120.0, "requestTimeout", "seconds to wait for a worker's answer")
     worker_timeout_s: float = _setting(
@@ -64,7 +83,14 @@ class Settings:
     control_port: int = _setting(
         DEFAULT_CONTROL_PORT, "controlPort", "port of the query's HTTP API; 0: any free one; -1: none"
     )
-    token: str = _setting("", "token", "shared secret of driver, tasks and workers; needed off this machine")
+    token: str = _setting(
+        "", "token", "shared secret of driver, tasks and workers; empty: drawn at random, where that is enough"
+    )
+    tls_certificate: str = _setting("", "tlsCertificate", "PEM file: the certificate of driver, tasks and workers")
+    tls_key: str = _setting("", "tlsKey", "PEM file: the private key of the certificate")
+    tls_authority: str = _setting(
+        "", "tlsAuthority", "PEM file: who signs certificates; servers that have it ask clients for theirs"
+    )
 
     #: The attributes that were given a value, be it the default.
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
@@ -92,6 +118,8 @@ class Settings:
                 f"{PREFIX}drain is false, which is about lazy migration between workers that keep state themselves, "
                 f"but {PREFIX}migration is {self.migration} and {PREFIX}store is {self.store}. Leave {PREFIX}drain out."
             )
+        if self.redis_password and has_password(self.redis_url):
+            raise SettingsError(f"{PREFIX}redisUrl has a password, and {PREFIX}redisPassword is set. Leave one out.")
         _check_range("controlPort", self.control_port, -1, 65535)
         for name in ("request_timeout_s", "worker_timeout_s", "heartbeat_s", "start_timeout_s"):
             if not getattr(self, name) > 0:
@@ -103,6 +131,23 @@ class Settings:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise SettingsError(f"{PREFIX}workerAddresses: {address!r} is not host:port, such as localhost:7077.")
+
+    def __repr__(self) -> str:
+        """All settings, without their secrets."""
+        shown = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.repr}
+        for name in _SECRETS:
+            shown[name] = _HIDDEN if shown[name] else ""
+        shown["redis_url"] = _URL_PASSWORD.sub(rf"\1{_HIDDEN}@", self.redis_url)
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @property
+    def redis_location(self) -> str:
+        """The URL of redis, with the password."""
+        if not self.redis_password:
+            return self.redis_url
+        scheme, separator, rest = self.redis_url.partition("://")
+        user, at, place = rest.rpartition("@")
+        return f"{scheme}{separator}{user if at else ''}:{quote(self.redis_password, safe='')}@{place}"
 
     @property
     def worker_count(self) -> int:

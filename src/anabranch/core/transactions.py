@@ -27,7 +27,6 @@ from anabranch.core.requests import (
     ReportSeals,
     Request,
     ResetState,
-    RollBack,
     RunId,
     Seal,
     ServeState,
@@ -55,6 +54,8 @@ class TransactionMachine:
         self.running: Epoch | None = None
         #: The attempts that sent changes, each with whether it is sealed. Empty between epochs.
         self.staged: dict[StageAttempt, bool] = {}
+        #: Set when the worker could not do what it was told: until the job is opened anew, its state is of no use.
+        self.broken = False
         #: The choice that is, or is being made, durable. Exactly these attempts are left in ``staged`` then.
         self.prepared: frozenset[StageAttempt] | None = None
 
@@ -64,6 +65,8 @@ class TransactionMachine:
         refusal = self._check_generation(request)
         if refusal is not None:
             return [refusal]
+        if self.broken:
+            return [self._refuse_broken()]
         match request:
             case Begin():
                 return self._begin(request)
@@ -71,8 +74,6 @@ class TransactionMachine:
                 return self._commit(request)
             case Abort():
                 return self._abort(request)
-            case RollBack():
-                return self._roll_back(request)
             case Prepare() if self._is_committed(request):
                 return []
             case EpochRequest() if (self.running, self.run) != (request.epoch, request.run):
@@ -88,6 +89,11 @@ class TransactionMachine:
             case Prepare():
                 return self._prepare(request)
         raise WorkerError(f"There is no request {type(request).__name__}; use driver and workers of one version.")
+
+    def break_down(self) -> None:
+        """Records that an instruction could not be carried out: the state has not followed this machine."""
+        self.broken = True
+        self._end_run()
 
     def check(self) -> None:
         """Check the invariants that the attributes' comments state."""
@@ -111,6 +117,8 @@ class TransactionMachine:
         goal = (request.committed_epoch, request.committed_by)
         if self.generation is not None and request.generation < self.generation:
             return [self._fenced(request.generation)]
+        if self.broken:
+            return self._open_anew(request)
         if request.generation == self.generation:
             if goal == (self.committed, self.committed_by):
                 return self._fold()
@@ -130,6 +138,15 @@ class TransactionMachine:
             return instructions + self._drop_layer()
         self.committed, self.committed_by = self.folded, self.folded_by = goal
         return [*instructions, ResetState(self.committed)]
+
+    def _open_anew(self, request: Open) -> list[Instruction]:
+        """Nothing of what is here can be trusted."""
+        if request.generation != self.generation:
+            self.generation, self.run = request.generation, NO_RUN
+        self.broken = False
+        goal = (request.committed_epoch, request.committed_by)
+        self.committed, self.committed_by = self.folded, self.folded_by = goal
+        return [ResetState(self.committed)]
 
     def _is_older(self, request: Open) -> bool:
         """Whether the request was overtaken: what it calls committed has been followed or replaced since."""
@@ -190,19 +207,13 @@ class TransactionMachine:
 
     def _abort(self, request: Abort) -> list[Instruction]:
         if self._is_committed(request):
-            message = f"Epoch {request.epoch} is committed and cannot be aborted; roll it back."
+            message = f"Epoch {request.epoch} is committed and cannot be aborted any more."
             return [Refuse(Refusal.WRONG_STEP, message)]
         if request.run < self.run:
             return []
         # Remembered even if its Begin never came, so that one that comes late begins nothing.
         self.run = request.run
         return self._end_run()
-
-    def _roll_back(self, request: RollBack) -> list[Instruction]:
-        if request.to_epoch not in (self.committed, self.folded):
-            return [self._refuse_wrong_epoch(f"rolling back to epoch {request.to_epoch}")]
-        instructions = self._end_run()
-        return instructions if request.to_epoch == self.committed else instructions + self._drop_layer()
 
     @property
     def _run_id(self) -> RunId:
@@ -253,6 +264,13 @@ class TransactionMachine:
             "stop the older driver."
         )
         return Refuse(Refusal.FENCED, message)
+
+    def _refuse_broken(self) -> Refuse:
+        message = (
+            "This worker could not apply the changes of an epoch, and its state of the job cannot be used. Open the "
+            "job again: its state comes from the checkpoint."
+        )
+        return Refuse(Refusal.NOT_OPEN, message)
 
     def _wrong_epoch(self, request: EpochRequest) -> Refuse:
         return self._refuse_wrong_epoch(f"{type(request).__name__} for epoch {request.epoch}, run {request.run}")

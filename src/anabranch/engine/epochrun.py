@@ -35,7 +35,7 @@ class EpochRun:
         self._feeds = feeds
         self._rows = rows
         self._accesses = accesses
-        self._context = context
+        self._context = dataclasses.replace(context, may_emit_late=_kept_late(segments, late)) if late else context
         self._templates = templates
         self._late = late
         #: Whether the input of the stages that may drop rows is kept, to look for late rows in it afterwards.
@@ -172,6 +172,17 @@ class EpochRun:
         held = rows.persist()
         self._held.append(held)
         return held
+
+
+def _kept_late(segments: Sequence[Segment], late: LateRows) -> frozenset[int]:
+    """The stages whose output goes to others that keep late rows, and nowhere else."""
+    kept = set()
+    for position, segment in enumerate(segments):
+        takers = [taker.stage for i, taker in enumerate(segments) if position in taker.feeders(i)]
+        numbers = [None if stage is None else stage.spec.number for stage in takers]
+        if segment.stage is not None and numbers and all(number in late.kinds for number in numbers):
+            kept.add(segment.stage.spec.number)
+    return frozenset(kept)
 
 
 def run_all_partitions(rows: DataFrame) -> int:

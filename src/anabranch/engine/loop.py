@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from py4j.protocol import Py4JJavaError
 from pyspark.sql import DataFrame
 
-from anabranch.core.errors import EpochError, FencedError
+from anabranch.core.errors import FencedError
 from anabranch.engine.epochrun import EpochRun, run_all_partitions
 from anabranch.engine.feeds import Feeds
 from anabranch.engine.late import LateRows, LateSink, without_rows
+from anabranch.engine.runner import (
+    Coordinator,
+    EpochInput,
+    EpochRunner,
+    InterruptedBySparkError,
+    Stopwatch,
+    complete_missing,
+)
 from anabranch.engine.segments import Segment, watermark_delays_ms
 from anabranch.engine.sinks import Sink
 from anabranch.engine.stages import EpochContext
@@ -24,62 +30,19 @@ from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import spare_size_checks
 from anabranch.engine.templates import Templates
 from anabranch.engine.ticks import Ticks
-from anabranch.wire.routed import StageAccess
 
 logger = logging.getLogger(__name__)
 
-#: How often what Spark did not run is run, before the epoch fails.
-_MAX_COMPLETION_ROUNDS = 3
-#: How often an epoch is run because workers are lost, before the query fails.
-_MAX_RUNS = 5
-_REMEMBERED_EPOCHS = 1000
-#: In the report of an error, wherever it was raised.
-_LOST = "LostWorkerError"
 _TURN_INTERVAL_MS = 20
 _EXCLUDED_RULES = "spark.sql.optimizer.excludedRules"
 _OMITS_EMPTY = "org.apache.spark.sql.catalyst.optimizer.PropagateEmptyRelation"
-#: Of an epoch, and of the one before it.
-_Watermarks = tuple[int | None, int | None]
-
-
-class Coordinator(Protocol):
-    """The control plane, as far as the loop needs it."""
-
-    def begin(self, epoch: int) -> int:
-        """Start an epoch on all workers; the number of this run of it."""
-
-    def accesses(self) -> Mapping[int, StageAccess]:
-        """How tasks reach the state of each stage: the same object as long as nothing in it changes."""
-
-    def missing(self, epoch: int) -> Mapping[int, frozenset[int]]:
-        """The partitions of each stage that have not been sealed yet."""
-
-    def commit(self, epoch: int) -> Mapping[str, Any]:
-        """Make the epoch durable and part of the state; figures for the progress report."""
-
-    def abort(self, epoch: int) -> None:
-        """Forget what was staged. Never raises: it runs while another error is on its way."""
-
-    def recover(self, epoch: int) -> bool:
-        """After an abort: whether the failure was that of a worker, whose part has been given to others.
-
-        The state may be that of an older epoch then: the committed ones after it have to be run again.
-        """
-
-    def fenced(self) -> FencedError | None:
-        """That a newer driver has taken over the job, if it has. Never raises."""
-
-    @property
-    def committed_epoch(self) -> int:
-        """The newest epoch that is part of the state."""
-
-    @property
-    def durable_epoch(self) -> int:
-        """The newest epoch that the state never goes back behind."""
 
 
 class StreamFacts(Protocol):
     """What Spark knows about the streaming query."""
+
+    def batch_time_ms(self) -> int:
+        """When Spark planned the epoch that runs, by its log."""
 
     def watermark_ms(self) -> int | None:
         """The event time up to which input is complete; None without a watermark."""
@@ -116,6 +79,7 @@ class EpochLoop:
         ticks: Ticks | None = None,
         late: LateRows | None = None,
         tables: TableKeeper | None = None,
+        now_ms: Callable[[], int] | None = None,
     ) -> None:
         self._segments = segments
         #: What Spark has to read.
@@ -133,26 +97,27 @@ class EpochLoop:
         #: Only if the query has broadcast tables.
         self._tables = tables
         self._templates = Templates()
-        #: Rows and watermarks of epochs that are not durable: what they did to the state may have to be done again.
-        self._volatile: dict[int, tuple[DataFrame, _Watermarks]] = {}
         #: The rows of the epoch that ran last.
         self._latest: tuple[DataFrame, int] | None = None
-        self._configured = False
+        #: The session that was configured last: each query that Spark starts has one of its own.
+        self._configured: Any = None
         #: Held while an epoch runs, so that a stop can wait for its end.
         self.running = threading.Lock()
-        #: Figures of the last epochs, by epoch.
-        self.reports: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_REMEMBERED_EPOCHS)
+        #: The processing time of epochs, if it is not Spark's.
+        self._now_ms = now_ms
+        delays_ms = watermark_delays_ms(segments)
+        self._runner: EpochRunner[DataFrame] = EpochRunner(coordinator, self, delays_ms=delays_ms)
         #: Changes that the last epoch with rows made to state.
         self._previous_changes = 0
-        #: The processing time of epochs.
-        self.now_ms: Callable[[], int] = wall_clock_ms
         #: The last error, as it was before Spark wrapped it.
         self.error: Exception | None = None
 
     def __call__(self, rows: DataFrame, epoch: int) -> None:
         self._wait_for_turn(rows)
         try:
-            self._run_until_it_counts(rows, epoch)
+            now_ms = self._stream.batch_time_ms() if self._now_ms is None else self._now_ms()
+            given = EpochInput(rows, now_ms, self._stream.watermark_ms(), self._stream.late_watermark_ms())
+            self._runner.run(epoch, given)
             self._note_end()
         except Exception as error:
             self.error = error
@@ -168,27 +133,6 @@ class EpochLoop:
         if had_rows:
             self._previous_changes = self.reports[-1][1].get("changedRows", 0)
 
-    def _run_until_it_counts(self, rows: DataFrame, epoch: int) -> None:
-        """Run the epoch, and again if a worker was lost meanwhile: state and input are as they were before."""
-        for left in reversed(range(_MAX_RUNS)):
-            try:
-                for earlier, (its_rows, its_watermarks) in sorted(self._volatile.items()):
-                    if earlier > self._coordinator.committed_epoch:
-                        self._run(its_rows, earlier, its_watermarks)
-                self._run(rows, epoch, (self._stream.watermark_ms(), self._stream.late_watermark_ms()))
-                return
-            except Exception as error:
-                self._coordinator.abort(epoch)
-                if isinstance(error, FencedError | _InterruptedBySparkError):
-                    raise
-                # A newer driver clears away what this one was writing, which then fails in any way at all.
-                if (fenced := self._coordinator.fenced()) is not None:
-                    raise fenced from error
-                # A task may have failed to reach a worker that is well again by now.
-                if not left or not (self._coordinator.recover(epoch) or _LOST in f"{type(error).__name__}: {error}"):
-                    raise
-                logger.warning("epoch %d failed with a lost worker, and runs again", epoch)
-
     def _wait_for_turn(self, rows: DataFrame) -> None:
         """Take the lock. Whoever holds it is stopping the query, which ends with Spark interrupting this wait."""
         jvm: Any = rows.sparkSession._jvm
@@ -197,58 +141,48 @@ class EpochLoop:
             try:
                 jvm.java.lang.Thread.sleep(_TURN_INTERVAL_MS)
             except Py4JJavaError:
-                raise _InterruptedBySparkError from None
+                raise InterruptedBySparkError from None
             # Spark interrupts once, and a source may have caught that.
             if self._stream.is_stopped():
-                raise _InterruptedBySparkError
+                raise InterruptedBySparkError
 
-    def _run(self, rows: DataFrame, epoch: int, watermarks: _Watermarks) -> None:
-        clock = _Stopwatch()
+    def run(self, rows: DataFrame, epoch: TaskEpoch, clock: Stopwatch, *, repeated: bool) -> Mapping[str, Any]:
+        """Let all tasks of an epoch run and the sink write; figures for the report."""
         self._configure(rows)
-        number = self._coordinator.begin(epoch)
-        task_epoch = TaskEpoch(
-            epoch=epoch,
-            run=number,
-            delays_ms=watermark_delays_ms(self._segments),
-            processing_time_ms=self.now_ms(),
-            watermark_ms=watermarks[0],
-            late_watermark_ms=watermarks[1],
-        )
-        task_epoch.announce(rows.sparkSession)
-        clock.lap("begin")
+        epoch.announce(rows.sparkSession)
         if self._tables is not None:
             # Of an epoch that is repeated, nobody knows any more which sources had rows.
-            repeated = epoch in self._volatile
-            accesses = self._coordinator.accesses()
-            self._tables.begin(rows, accesses, task_epoch, may_change=repeated or self._tables.may_change(self._stream))
+            may_change = repeated or self._tables.may_change(self._stream)
+            self._tables.begin(rows, self._coordinator.accesses(), epoch, may_change=may_change)
             clock.lap("tables")
-        run = self._epoch_run(rows, epoch)
+        run = self._epoch_run(rows, epoch.epoch)
         late_rows: dict[str, int] = {}
         try:
-            if self._late is not None and task_epoch.late_watermark_ms is not None:
+            if self._late is not None and epoch.late_watermark_ms is not None:
                 run.keep_input()
             result = run.build(reads_once=self._sink.reads_once)
             clock.lap("plan")
-            self._sink.write(result, epoch)
+            self._sink.write(result, epoch.epoch)
             clock.lap("sink")
-            self._complete_what_is_missing(run, task_epoch)
+            complete_missing(self._coordinator, epoch.epoch, lambda missing: run.complete(missing, epoch))
             clock.lap("complete")
             if self._late is not None:
-                late_rows["lateRows"] = self._write_late(self._late.sink, run, task_epoch)
+                late_rows["lateRows"] = self._write_late(self._late.sink, run, epoch)
                 clock.lap("late")
         finally:
             run.release()
-        figures = self._coordinator.commit(epoch)
-        clock.lap("commit")
+        self._latest = rows, epoch.epoch
+        return late_rows
+
+    def committed(self, epoch: int) -> None:
+        """An epoch is part of the state, and so are its tables."""
         if self._tables is not None:
             self._tables.committed(epoch)
-        self._latest = rows, epoch
-        self._volatile[epoch] = rows, watermarks
-        for durable in [each for each in self._volatile if each <= self._coordinator.durable_epoch]:
-            del self._volatile[durable]
-        times = {"durationMs": clock.laps_ms, "watermarkMs": task_epoch.watermark_ms}
-        self.reports.append((epoch, {**figures, **late_rows, **times}))
-        logger.info("epoch %d committed: %s", epoch, clock.laps_ms)
+
+    @property
+    def reports(self) -> Sequence[tuple[int, Mapping[str, Any]]]:
+        """Figures of the last epochs, by epoch."""
+        return self._runner.reports
 
     def fenced(self) -> FencedError | None:
         """That a newer driver has taken over the job, if it has."""
@@ -289,59 +223,22 @@ class EpochLoop:
             tables=self._tables.current if self._tables is not None else None,
         )
 
-    def _complete_what_is_missing(self, run: EpochRun, epoch: TaskEpoch) -> None:
-        """A sink may read only some of the rows, but every partition's state changes belong to the epoch."""
-        for _ in range(_MAX_COMPLETION_ROUNDS):
-            missing = self._coordinator.missing(epoch.epoch)
-            if not missing:
-                return
-            run.complete(missing, epoch)
-        raise EpochError(
-            f"Epoch {epoch.epoch} cannot be completed: Spark did not run {dict(missing)} (stage: partitions). Nothing "
-            "of it is committed. Start the query again; if it happens again, report the query's explain()."
-        )
-
     def _configure(self, rows: DataFrame) -> None:
-        """Settings of the query's own session, which Spark cloned for it when the query started."""
-        if self._configured:
+        """Settings of the query's own session, which Spark cloned for it when the query started.
+
+        Epochs that are repeated after a crash run in queries of their own.
+        """
+        session = rows.sparkSession._jsparkSession
+        if self._configured is not None and self._configured == session:
             return
-        self._configured = True
+        self._configured = session
         conf = rows.sparkSession.conf
         # Partitions of a stateful stage are those that the route asked for: Spark must not merge or drop any.
         conf.set("spark.sql.adaptive.enabled", "false")
         # Nor must it leave out the tasks of a stage because it sees, by a join with an empty table, that no rows come.
-        conf.set(_EXCLUDED_RULES, ",".join(filter(None, [conf.get(_EXCLUDED_RULES, None), _OMITS_EMPTY])))
+        excluded = {*filter(None, (conf.get(_EXCLUDED_RULES, None) or "").split(",")), _OMITS_EMPTY}
+        conf.set(_EXCLUDED_RULES, ",".join(sorted(excluded)))
         conf.set("spark.sql.shuffle.partitions", str(self._shuffle_partitions))
         match self._segments:
             case [Segment(stage=stage, after=())] if stage is not None:
                 spare_size_checks(rows if self._late is None else without_rows(rows), stage.spec)
-
-
-def wall_clock_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
-class _InterruptedBySparkError(Exception):
-    """Spark has interrupted the wait for a turn, to stop the query.
-
-    Spark tells a stop from a failure by this very text. The original error has it too, but with a stack trace so long
-    that Spark's search for the text overflows its own stack.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(
-            "py4j.protocol.Py4JJavaError: An error occurred while calling sleep.\n: java.lang.InterruptedException"
-        )
-
-
-class _Stopwatch:
-    """Named laps in milliseconds."""
-
-    def __init__(self) -> None:
-        self._last_ns = time.monotonic_ns()
-        self.laps_ms: dict[str, int] = {}
-
-    def lap(self, name: str) -> None:
-        now_ns = time.monotonic_ns()
-        self.laps_ms[name] = (now_ns - self._last_ns) // 1_000_000
-        self._last_ns = now_ns

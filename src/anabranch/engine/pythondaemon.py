@@ -18,6 +18,9 @@ MODULE = "anabranch.operators.daemon"
 _SETTING = "spark.python.daemon.module"
 _FIND_MODULE = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({MODULE.split('.')[0]!r}) is None)"
 _LIMIT_S = 10.0
+#: How users choose the Python of tasks.
+_CHOSEN_BY_VARIABLE = "PYSPARK_PYTHON"
+_CHOSEN_BY_SETTING = "spark.pyspark.python"
 
 
 def use_own_daemon(spark: SparkSession) -> None:
@@ -30,6 +33,7 @@ def use_own_daemon(spark: SparkSession) -> None:
     context = spark._jsc.sc()
     if not context.isLocal():
         return
+    use_own_python(spark)
     conf = context.conf()
     if conf.contains(_SETTING):
         return
@@ -41,6 +45,20 @@ def use_own_daemon(spark: SparkSession) -> None:
             f"Spark runs the tasks of this session with {python!r}, which does not find the package anabranch. Start "
             f"Python with the environment variable PYSPARK_PYTHON={sys.executable}, or activate its environment first."
         )
+
+
+def use_own_python(spark: SparkSession) -> None:
+    """Let tasks on this machine run with the Python that this program runs with, unless the user has chosen one.
+
+    Spark takes the ``python3`` of the PATH, which is another one if the environment of this one is not activated. A
+    function of the user's keeps the Python of the moment in which Spark first wraps it, so this comes early.
+    """
+    context = spark._jsc.sc()
+    if os.environ.get(_CHOSEN_BY_VARIABLE) or not context.isLocal():
+        return
+    # Unless the program was started by spark-submit, Spark has this setting and does not look at it.
+    chosen = str(context.conf().get(_CHOSEN_BY_SETTING, ""))
+    spark.sparkContext.pythonExec = chosen or sys.executable or spark.sparkContext.pythonExec
 
 
 def _can_import(python: str, path: str | None) -> bool:

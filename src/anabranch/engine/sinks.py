@@ -16,6 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import StructType
 
+from anabranch.checkpoint.paths import log_entry_of
 from anabranch.core.errors import EpochError, SettingsError
 from anabranch.engine.epochrun import run_all_partitions
 
@@ -56,25 +57,34 @@ class FileSink:
     partition_by: Sequence[str]
     options: Mapping[str, str]
     reads_once: bool = True
+    #: What to add to an epoch to get its number in the log.
+    shift: int = 0
     _sink: Any = field(default=None, init=False)
 
     def write(self, rows: DataFrame, epoch: int) -> None:
         if self._sink is None:
             self._sink = self._open(rows.sparkSession)
+        number = epoch + self.shift
         try:
-            self._sink.addBatch(epoch, rows._jdf)
+            self._sink.addBatch(number, rows._jdf)
         except Py4JJavaError as error:
             if _TAKEN_BY_ANOTHER not in str(error.java_exception):
                 raise
             # An older driver, not fenced yet, has written the same epoch from the same offsets. Now Spark knows it.
-            self._sink.addBatch(epoch, rows._jdf)
+            self._sink.addBatch(number, rows._jdf)
 
-    def announce(self, spark: SparkSession) -> None:
-        """Make the directory and Spark's log in it: readers find nothing, as long as there is nothing, but no error."""
+    def announce(self, spark: SparkSession) -> int:
+        """Make the directory and Spark's log in it: readers find nothing, as long as there is nothing, but no error.
+
+        Returns the newest entry of the log, -1 if it has none.
+        """
         jvm: Any = spark._jvm
         log = jvm.org.apache.hadoop.fs.Path(self.path, "_spark_metadata")
         try:
-            log.getFileSystem(spark._jsc.hadoopConfiguration()).mkdirs(log)
+            files = log.getFileSystem(spark._jsc.hadoopConfiguration())
+            files.mkdirs(log)
+            entries = [log_entry_of(str(file.getPath().getName())) for file in files.listStatus(log)]
+            return max((entry for entry in entries if entry is not None), default=-1)
         except Py4JJavaError as error:
             reason = str(error.java_exception).splitlines()[0]
             raise SettingsError(

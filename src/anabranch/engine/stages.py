@@ -42,6 +42,8 @@ class EpochContext:
     append: bool = False
     #: Broadcast tables as of the epoch, if the query has any.
     tables: EpochTables | None = None
+    #: The numbers of the stages whose output may be older than the watermark: all stages that get it keep late rows.
+    may_emit_late: frozenset[int] = frozenset()
 
 
 class StatefulStage(Protocol):

@@ -8,12 +8,15 @@ from typing import Any
 from pyspark.sql.streaming.query import StreamingQuery
 
 from anabranch.core.errors import EpochError
+from anabranch.engine.runner import LOST_WORKER
 from anabranch.engine.taskepoch import FIRST_WATERMARK_MS
 from anabranch.engine.ticks import TICK
 
 _ATTACH_TIMEOUT_S = 60.0
 #: In the offsets of the ticks, and of no other source.
 _TICK = f'{{"{TICK}":'
+#: Why jobs are cancelled. The epoch that fails with it runs again, also if the loss has been made good meanwhile.
+_WORKER_IS_LOST = f"because a state worker is lost ({LOST_WORKER})"
 
 
 class SparkStream:
@@ -28,6 +31,16 @@ class SparkStream:
     def attach(self, query: StreamingQuery) -> None:
         self._query = query._jsq
         self._attached.set()
+
+    def detach(self) -> None:
+        """Forget the query, before the next one starts: what is asked from now on is asked of that one."""
+        self._attached.clear()
+        self._query = None
+        self._rows = 0
+
+    def batch_time_ms(self) -> int:
+        """When Spark planned the epoch that runs. Spark logs it with the offsets, so a restart does not change it."""
+        return int(self._handle().streamingQuery().lastExecution().offsetSeqMetadata().batchTimestampMs())
 
     def watermark_ms(self) -> int | None:
         """The event time up to which input is complete; None without a watermark.
@@ -93,7 +106,7 @@ class SparkStream:
         if self._query is None:
             return
         context = self._query.sparkSession().sparkContext()
-        context.cancelJobGroup(self._query.runId().toString())
+        context.cancelJobGroup(self._query.runId().toString(), _WORKER_IS_LOST)
 
     def _handle(self) -> Any:
         if not self._attached.wait(_ATTACH_TIMEOUT_S):

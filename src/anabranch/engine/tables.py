@@ -9,12 +9,14 @@ from __future__ import annotations
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
+from py4j.protocol import Py4JError
 from pyspark.sql import DataFrame, SparkSession
 
 from anabranch.core.errors import EpochError
@@ -94,9 +96,15 @@ class EpochTables:
         return self._frames[name]
 
     def release(self) -> None:
-        """Nobody needs this version any more; who does all the same gets it again."""
-        for table in self._shared.values():
-            table.content.unpersist(blocking=False)
+        """Nobody needs this version any more: nothing is left of it, in executors nor in the driver's files.
+
+        Who does all the same sends it again.
+        """
+        while self._shared:
+            _, table = self._shared.popitem()
+            with suppress(FileNotFoundError):  # Spark's JVM may have been faster to delete it
+                table.content.destroy(blocking=False)
+        self._frames.clear()
 
 
 @runtime_checkable
@@ -165,11 +173,11 @@ class TableKeeper:
             changes: Mapping[str, pa.Table] = {}
             if partition == access.partitions[group]:
                 before = self._before(state, epoch.epoch)
-                self._current = before
+                self._use(before)
                 if arrived is not None and len(arrived):
                     tables, changes = self._stage.update(before.tables, arrived)
                     self._check_size(tables)
-                    self._current = EpochTables(tables, self._stage.table_keys)
+                    self._use(EpochTables(tables, self._stage.table_keys))
             state.write(changes)
 
     def committed(self, epoch: int) -> None:
@@ -178,6 +186,20 @@ class TableKeeper:
         if self._committed is not None and self._committed[1] is not self._current:
             self._committed[1].release()
         self._committed = epoch, self._current
+
+    def close(self) -> None:
+        """No more epochs run."""
+        versions = [self._current, self._committed[1] if self._committed is not None else None]
+        self._current = self._committed = None
+        with suppress(Py4JError, OSError):  # Spark may have been stopped: then nothing is left of them
+            for tables in filter(None, versions):
+                tables.release()
+
+    def _use(self, tables: EpochTables) -> None:
+        """Take these tables for the epoch. Those of a run that has failed are of no use any more."""
+        last, self._current = self._current, tables
+        if last is not None and last is not tables and (self._committed is None or last is not self._committed[1]):
+            last.release()
 
     def _before(self, state: RoutedState, epoch: int) -> EpochTables:
         if self._committed is not None and self._committed[0] == epoch - 1:

@@ -30,6 +30,8 @@ from anabranch.wire.routed import Answers, Expiry
 from anabranch.worker.layers import VariableState
 from anabranch.worker.storeoptions import StoreOptions
 
+#: The id of a job that nobody else has.
+_JOB = "0" * 32
 _KEY_GROUPS = 16
 
 
@@ -162,7 +164,7 @@ class _MemoryState:
     def __init__(self, spec: StageSpec) -> None:
         stores = StoreOptions("memory")
         self._states = {
-            name: VariableState(layout, _KEY_GROUPS, stores.open("test", spec, name, _KEY_GROUPS))
+            name: VariableState(layout, _KEY_GROUPS, stores.open(_JOB, spec, name, _KEY_GROUPS))
             for name, layout in spec.layouts.items()
         }
         self._epoch = 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,26 +21,47 @@ from anabranch.core.errors import (
     LostWorkerError,
     WorkerError,
 )
-from anabranch.wire.frames import pack, unpack
+from anabranch.wire.credentials import Credentials
+from anabranch.wire.frames import joined, pack
 from anabranch.wire.messages import Request
 
+#: Connections that nobody has asked for in so long are closed.
+_IDLE_S = 300.0
+#: The header of every call: binary, because a token may be made of anything.
+TOKEN_HEADER = "anabranch-token-bin"
+#: Of an error on its way. It travels in headers, as it is and once more in base64, and gRPC takes 8 KiB of these.
+_ERROR_BYTES_MAX = 3000
+#: What a call fails with: a status that Flight has no class for is an OSError.
+_FAILURES = (flight.FlightError, pa.ArrowException, OSError)
 #: The kinds of error that travel from a worker to the application as what they are.
 _ERROR_KINDS: dict[str, type[AnabranchError]] = {
     kind.__name__: kind for kind in (WorkerError, FencedError, CheckpointError, EpochError)
 }
 
 
+NO_CREDENTIALS = Credentials()
+#: How gRPC tells why a handshake failed.
+_HANDSHAKE_FAILED = re.compile(
+    r"Peer name \S+ is not in peer certificate|Ssl handshake failed.*?(?:verify failed: (?P<reason>[\w ,-]+)|[\w ]+$)",
+    re.MULTILINE,
+)
+
+
 class WorkerClient:
     """Talks to the worker at `address` ("host:port"). Belongs to the process that made it."""
 
-    def __init__(self, address: str, *, timeout_s: float, token: str = "") -> None:
+    def __init__(self, address: str, *, timeout_s: float, credentials: Credentials = NO_CREDENTIALS) -> None:
         self.address = address
-        self._token = token
+        self._credentials = credentials
         self._timeout_s = timeout_s
         self._flight = self._connect()
 
     def _connect(self) -> flight.FlightClient:
-        return flight.FlightClient(f"grpc://{self.address}")
+        return flight.FlightClient(self._credentials.location(self.address), **self._credentials.flight_client())
+
+    def _options(self, timeout_s: float) -> flight.FlightCallOptions:
+        headers = [(TOKEN_HEADER.encode(), self._credentials.token.encode())]
+        return flight.FlightCallOptions(timeout=timeout_s, headers=headers)
 
     def call(
         self,
@@ -47,28 +71,25 @@ class WorkerClient:
         timeout_s: float | None = None,
     ) -> tuple[dict[str, Any], dict[str, pa.Table]]:
         """Send a request and return the answer's header and tables."""
-        action = flight.Action(request.kind(), pack(self._header(request), tables))
+        action = flight.Action(request.kind(), pack(request.header(), tables))
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            results = list(self._flight.do_action(action, flight.FlightCallOptions(timeout=limit_s)))
-        except (flight.FlightError, pa.ArrowException) as error:
+            answer = [result.body for result in self._flight.do_action(action, self._options(limit_s))]
+        except _FAILURES as error:
             raise self._translate(error, request, limit_s) from None
-        return unpack(results[0].body)
+        return joined(answer)
 
     def stream(self, request: Request) -> Iterator[pa.RecordBatch]:
         """Send a request as a ticket and yield the record batches of the answer."""
-        ticket = flight.Ticket(json.dumps({"kind": request.kind(), **self._header(request)}).encode())
+        ticket = flight.Ticket(json.dumps({"kind": request.kind(), **request.header()}).encode())
         try:
-            for chunk in self._flight.do_get(ticket, flight.FlightCallOptions(timeout=self._timeout_s)):
+            for chunk in self._flight.do_get(ticket, self._options(self._timeout_s)):
                 yield chunk.data
-        except (flight.FlightError, pa.ArrowException) as error:
+        except _FAILURES as error:
             raise self._translate(error, request, self._timeout_s) from None
 
     def close(self) -> None:
         self._flight.close()
-
-    def _header(self, request: Request) -> dict[str, Any]:
-        return {**request.header(), "token": self._token}
 
     def _translate(self, error: Exception, request: Request, limit_s: float) -> AnabranchError:
         text = str(error)
@@ -84,17 +105,45 @@ class WorkerClient:
             # A channel that has failed to connect refuses calls for up to two minutes without trying; by then another
             # worker may have the address. Calls that others make on the old channel end by themselves.
             self._flight = self._connect()
+            why = _tls_failure(text, self._credentials)
             return LostWorkerError(
-                f"The state worker at {self.address} cannot be reached. See whether its process runs and whether the "
-                "address is right. A running query goes on without it; one that has ended resumes from its checkpoint."
+                f"The state worker at {self.address} cannot be reached{why}. See whether its process runs and whether "
+                "the address is right. A running query goes on without it; one that has ended resumes from its "
+                "checkpoint."
             )
         first_line = text.splitlines()[0] if text else type(error).__name__
         return WorkerError(f"The state worker at {self.address} failed on {request.kind()!r}: {first_line}")
 
 
+def _tls_failure(text: str, credentials: Credentials) -> str:
+    """What to do about a connection that failed because of TLS; nothing if it failed otherwise."""
+    if found := _HANDSHAKE_FAILED.search(text):
+        if "wrong version number" in found[0]:
+            return ": it does not speak TLS. Start it with --tls-certificate and --tls-key"
+        return (
+            f" by TLS: {found['reason'] or found[0]}. Give the worker a certificate (--tls-certificate) that names "
+            "this address and is valid, and name who has signed it with anabranch.tlsAuthority"
+        )
+    if "failed to connect" in text and "Socket closed" in text:
+        if credentials.uses_tls:
+            return (
+                ": it broke off the TLS handshake. If it asks for certificates (--tls-authority), set "
+                "anabranch.tlsCertificate and anabranch.tlsKey to what that authority has signed"
+            )
+        return ": it broke off the connection. If it speaks TLS, set anabranch.tlsAuthority"
+    if "empty address list" in text and credentials.uses_tls:
+        return ": the files of TLS cannot be used. See anabranch.tlsCertificate, anabranch.tlsKey and tlsAuthority"
+    return ""
+
+
 def encode_error(error: AnabranchError) -> str:
-    """The form in which a worker's error travels."""
-    return "anabranch:" + json.dumps({"kind": type(error).__name__, "message": str(error)}) + ":anabranch"
+    """The form in which a worker's error travels. Of a long one, the middle is left out."""
+    text = whole = str(error)
+    kept = len(whole) // 2
+    while len(payload := json.dumps({"kind": type(error).__name__, "message": text})) > _ERROR_BYTES_MAX:
+        kept //= 2
+        text = f"{whole[:kept]} … {whole[-kept:]}"
+    return f"anabranch:{payload}:anabranch"
 
 
 def _error_payload(text: str) -> dict[str, str] | None:
@@ -108,6 +157,10 @@ def _error_payload(text: str) -> dict[str, str] | None:
     return payload
 
 
+#: Whom a client talks to, and how: address, credentials, and seconds to wait for an answer.
+_Place = tuple[str, Credentials, float]
+
+
 class Connections:
     """The clients of this process, one for each worker, reused across epochs.
 
@@ -117,20 +170,43 @@ class Connections:
 
     def __init__(self) -> None:
         self._owner_pid = os.getpid()
-        self._clients: dict[tuple[str, str, float], WorkerClient] = {}
+        #: Held while these change; not while connections are closed, which takes a while.
+        self._lock = threading.Lock()
+        self._clients: dict[_Place, WorkerClient] = {}
+        #: By client: when it was asked for last.
+        self._used_s: dict[_Place, float] = {}
 
-    def get(self, address: str, *, timeout_s: float, token: str = "") -> WorkerClient:
+    def get(self, address: str, *, timeout_s: float, credentials: Credentials = NO_CREDENTIALS) -> WorkerClient:
         if self._owner_pid != os.getpid():
             self._owner_pid = os.getpid()
-            self._clients = {}
-        key = (address, token, timeout_s)
-        if key not in self._clients:
-            self._clients[key] = WorkerClient(address, timeout_s=timeout_s, token=token)
-        return self._clients[key]
+            self._lock, self._clients, self._used_s = threading.Lock(), {}, {}
+        place = (address, credentials, timeout_s)
+        with self._lock:
+            self._used_s[place] = time.monotonic()
+            idle = self._take_idle()
+            if place not in self._clients:
+                self._clients[place] = WorkerClient(address, timeout_s=timeout_s, credentials=credentials)
+            client = self._clients[place]
+        for each in idle:
+            each.close()
+        return client
+
+    def _take_idle(self) -> list[WorkerClient]:
+        """Let go of workers that no route names any more: nobody has asked for them for a long time."""
+        now_s = time.monotonic()
+        # A call that still runs has ended by then.
+        idle = [place for place, used_s in self._used_s.items() if now_s - used_s > max(_IDLE_S, 2 * place[-1])]
+        for place in idle:
+            del self._used_s[place]
+        return [self._clients.pop(place) for place in idle if place in self._clients]
 
     def forget(self, address: str) -> None:
-        for key in [key for key in self._clients if key[0] == address]:
-            self._clients.pop(key).close()
+        """Close the connections to a worker that is known to be gone."""
+        with self._lock:
+            gone = [self._clients.pop(place) for place in list(self._clients) if place[0] == address]
+            self._used_s = {place: used_s for place, used_s in self._used_s.items() if place[0] != address}
+        for client in gone:
+            client.close()
 
 
 #: Shared by all tasks that run in this process.

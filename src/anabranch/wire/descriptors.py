@@ -11,6 +11,9 @@ from typing import Any
 _MESSAGE_BYTES_MAX = 1 << 16
 _FILES_MAX = 3
 
+#: In the environment of a worker that a query has started: the file that it logs into.
+LOG_VARIABLE = "_ANABRANCH_LOG"
+
 
 def send(connection: socket.socket, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
     """Send one message. The other end gets copies of the open files: close them here if they are not needed."""

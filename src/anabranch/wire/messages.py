@@ -15,18 +15,19 @@ from functools import cache
 from typing import Any, ClassVar
 
 from anabranch.core.errors import WorkerError
+from anabranch.core.ids import checked_job_id
+from anabranch.core.keygroups import MAX_KEY_GROUPS
 
 #: The tables of a Read: the keys whose state is asked for; and by key group how many more rows than keys the task has.
 KEYS = "keys"
 FURTHER_ROWS = "further rows"
+#: The fields of an Expiry.
+_EXPIRY: dict[str, type] = {"variable": str, "column": str, "field": str, "up_to": int, "whole": bool}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What every request carries."""
-
-    #: The shared secret, if the worker asks for one.
-    token: str = ""
+    """What is asked of a worker. The token travels beside it, in the headers of the call."""
 
     kinds: ClassVar[dict[str, type[Request]]] = {}
 
@@ -40,6 +41,10 @@ class Request:
     def header(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    def fault(self) -> str:
+        """What is wrong with values that have the right types; nothing if they are fine."""
+        return ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Health(Request):
@@ -52,6 +57,10 @@ class JobRequest(Request):
 
     job: str
     generation: int
+
+    def fault(self) -> str:
+        checked_job_id(self.job)
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +84,11 @@ class OpenJob(JobRequest):
     checkpoint: str
     #: How often the driver looks after the worker: so long it may take to notice that the worker wants to leave.
     heartbeat_ms: int = 0
+
+    def fault(self) -> str:
+        if not 1 <= self.key_groups <= MAX_KEY_GROUPS:
+            return f"has {self.key_groups} key groups, and not 1 to {MAX_KEY_GROUPS}"
+        return super().fault() or ("names half a run" if len(self.committed_by) not in (0, 2) else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +116,23 @@ class Assign(JobRequest):
     #: How long to wait for another worker, before its groups come from files as well.
     peer_timeout_ms: int = 30_000
 
+    def fault(self) -> str:
+        offers = [*((peer, "address") for peer in self.peers), *((place, "incarnation") for place in self.shared)]
+        for offer, place in offers:
+            if not _matches(offer.get(place), str) or not _matches(offer.get("groups"), list[int]):
+                return f"offers key groups without {place} and groups"
+        for offer in self.shared:
+            versions = offer.get("versions")
+            if not _matches(versions, list[int]) or len(versions or ()) != len(offer["groups"]):
+                return "offers key groups without a version of each"
+        return super().fault()
+
 
 @dataclass(frozen=True, kw_only=True)
 class HandOver(JobRequest):
     """Give up all key groups but these, as of a committed epoch, in a store that workers share.
 
-    Answers with where they are: {"shared": [{"incarnation": …, "groups": […]}]}.
+    Answers with where they are: {"shared": [{"incarnation": …, "groups": […], "versions": […]}]}.
     """
 
     epoch: int
@@ -126,6 +151,8 @@ class Begin(EpochRequest):
 
     #: The routing in force, for tasks that do not cache it.
     routing: dict[str, Any]
+    #: The newest epoch that is durable: changes up to it need not be kept to be made durable.
+    durable_epoch: int = -1
     #: How many rows may be brought in the background until the epoch ends; -1: any number.
     drain_rows: int = -1
 
@@ -142,13 +169,24 @@ class Read(EpochRequest):
     stage: int
     #: The key groups of the task's partition that this worker owns.
     groups: list[int]
+    #: Of other keys than those asked for, only those with a hash from the first to the last of these two count. A task
+    #: whose keys are too many for one message asks for the others in ranges, each with the keys of the range.
+    hashes: list[int] = field(default_factory=list)
     #: Also answer with every other row of these groups (complete output mode).
     rest: bool = False
     #: Also answer with the rows of these groups that are due: Expiry as JSON, at most one for each state variable.
     expired: list[dict[str, Any]] = field(default_factory=list)
     #: Also answer with every other key of these groups that has a row which is due, Expiry as JSON, and with the
-    #: entries of these keys, as far as a message has room for them.
+    #: entries of these keys.
     due: dict[str, Any] | None = None
+
+    def fault(self) -> str:
+        for wanted in [*self.expired, *([] if self.due is None else [self.due])]:
+            if not {"variable", "column", "field", "up_to"} <= wanted.keys() <= _EXPIRY.keys():
+                return f"asks for what is due by {sorted(wanted)}, and not by {sorted(_EXPIRY)}"
+            if not all(_matches(value, _EXPIRY[name]) for name, value in wanted.items()):
+                return "asks for what is due with values of the wrong types"
+        return super().fault()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +217,11 @@ class Prepare(EpochRequest):
     chosen: list[list[int]]
     #: False: leave it to a later epoch.
     durable: bool = True
+    #: The epochs before it, each with its run, that are to be made durable along with it.
+    deferred: list[list[int]] = field(default_factory=list)
+
+    def fault(self) -> str:
+        return super().fault() or ("" if all(len(each) == 3 for each in self.chosen) else "chooses half an attempt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +236,9 @@ class Abort(EpochRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class Flush(JobRequest):
-    """Make all committed epochs durable that are not yet; answers as Prepare does."""
+    """Make these committed epochs durable, each with its run; answers as Prepare does. Refused if one is not here."""
+
+    deferred: list[list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +270,9 @@ class Describe(JobRequest):
 @dataclass(frozen=True, kw_only=True)
 class CloseJob(JobRequest):
     """Forget the job and free its memory and disk."""
+
+    #: Whether the job goes on without this worker, which has handed over all that it had.
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +318,11 @@ class FetchDue(FetchKeys):
     up_to: int
 
 
+#: Carried out by nobody: what others have in common.
+for _shared in (JobRequest, EpochRequest):
+    del Request.kinds[_shared.kind()]
+
+
 def decode(kind: str, header: dict[str, Any]) -> Request:
     """Make a request from what came over the network, or say what is wrong with it."""
     request_class = Request.kinds.get(kind)
@@ -285,7 +338,10 @@ def decode(kind: str, header: dict[str, Any]) -> Request:
                 raise WorkerError(f"The request {kind!r} lacks the field {name!r}. Run the same version everywhere.")
         elif not _matches(header[name], hints[name]):
             raise WorkerError(f"The field {name!r} of the request {kind!r} is not of type {hints[name]}.")
-    return request_class(**header)
+    request = request_class(**header)
+    if fault := request.fault():
+        raise WorkerError(f"The request {kind!r} {fault}. Run the same version of anabranch everywhere.")
+    return request
 
 
 @cache
@@ -305,5 +361,5 @@ def _matches(value: Any, hint: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(_matches(value, argument) for argument in arguments)
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
     return isinstance(value, hint)

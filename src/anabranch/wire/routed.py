@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,20 +12,20 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from anabranch.core.errors import LostWorkerError
+from anabranch.core.gather import gathered
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import GROUP, HASH, INDEX, StageSpec
+from anabranch.wire import frames
 from anabranch.wire.client import WorkerClient, connections
+from anabranch.wire.credentials import Credentials
+from anabranch.wire.frames import Tables
 from anabranch.wire.messages import FURTHER_ROWS, KEYS, LookUpRoute, Read, Write
 
-#: Rows of one message. A larger exchange goes in several messages, so that none nears gRPC's limit of 2 GiB.
-MAX_ROWS_PER_MESSAGE = 1_000_000
 #: Prefixes of the names of tables in the answer to a read: other rows of the groups, rows that are due, and the entries
 #: of other keys with such rows. These keys are in the table that has nothing but the prefix for a name.
 REST = "rest."
 EXPIRED = "expired."
 DUE = "due."
-
-Tables = dict[str, pa.Table]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class StageAccess:
     partitions: npt.NDArray[np.int32]
     cache_route: bool
     timeout_s: float
-    token: str
+    credentials: Credentials
 
     def open(self, *, epoch: int, run: int, partition: int, attempt: int) -> RoutedState:
         return RoutedState(self, epoch=epoch, run=run, partition=partition, attempt=attempt)
@@ -140,7 +140,7 @@ class RoutedState:
         shares: dict[int, Tables] = {worker: {} for worker in involved}
         for name, table in changes.items():
             for worker, rows in self._split(routing, involved, table):
-                shares[worker][name] = table if rows is None else table.take(rows)
+                shares[worker][name] = table if rows is None else gathered(table, rows)
         self._on_each(
             involved,
             lambda worker: self._write_to(
@@ -150,14 +150,14 @@ class RoutedState:
 
     def _ask(self, routing: Routing, worker: int, asked: _Asked, rows: npt.NDArray[np.int64] | None) -> Answers:
         access = self._access
-        mine = asked.keys if rows is None else asked.keys.take(rows)
+        mine = asked.keys if rows is None else gathered(asked.keys, rows)
         groups = self.groups[routing.owners[self.groups] == worker].tolist()
         load: Tables = {}
         if (further := asked.further) is not None:
             load[FURTHER_ROWS] = further.filter(routing.owners[further.column(GROUP).to_numpy()] == worker)
         parts: list[Answers] = []
-        # Others are those that no chunk asks for, so a read of others cannot be cut into chunks.
-        for start, chunk in _chunks(mine, limit=len(mine) if asked.others else MAX_ROWS_PER_MESSAGE):
+        questions = list(_ranges(mine) if asked.others else _chunks(mine))
+        for number, (at, chunk, hashes) in enumerate(questions):
             request = Read(
                 job=access.job,
                 generation=access.generation,
@@ -165,38 +165,29 @@ class RoutedState:
                 run=self._run,
                 stage=access.stage.number,
                 groups=groups if asked.others or asked.expiries else [],
+                hashes=hashes,
                 rest=asked.rest,
-                expired=[asdict(expiry) for expiry in asked.expiries] if start == 0 else [],
+                expired=[asdict(expiry) for expiry in asked.expiries] if number == 0 else [],
                 due=None if asked.due is None else asdict(asked.due),
             )
-            _, tables = self._client(routing, worker).call(request, {KEYS: chunk, **(load if start == 0 else {})})
+            _, tables = self._client(routing, worker).call(request, {KEYS: chunk, **(load if number == 0 else {})})
             found, due = _named(tables, ""), _named(tables, DUE)
-            due_keys = due.pop("", None)
-            if due_keys is not None and len(due_keys) > MAX_ROWS_PER_MESSAGE:
-                due = self._with_others(self._client(routing, worker), request, due_keys, due)
+            if rows is not None:
+                at = rows if at is None else rows[at]
             parts.append(
                 Answers(
-                    found={name: _shifted(table, start, rows) for name, table in found.items()},
+                    found=found if at is None else {name: _renumbered(table, at) for name, table in found.items()},
                     rest=_named(tables, REST),
                     expired=_named(tables, EXPIRED),
-                    due_keys=due_keys,
+                    due_keys=due.pop("", None),
                     due=due,
                 )
             )
-        return _joined(parts, ordered=False)
-
-    @staticmethod
-    def _with_others(client: WorkerClient, request: Read, due_keys: pa.Table, due: Tables) -> Tables:
-        """Of very many keys, the entries of the first have come along; those of the others are read as usual."""
-        plain, parts = replace(request, groups=[], rest=False, expired=[], due=None), [due]
-        for start, others in _chunks(due_keys.slice(MAX_ROWS_PER_MESSAGE), limit=MAX_ROWS_PER_MESSAGE):
-            _, tables = client.call(plain, {KEYS: others})
-            parts.append({name: _shifted(t, MAX_ROWS_PER_MESSAGE + start, None) for name, t in tables.items()})
-        return _merge(parts, ordered=False)
+        return _joined(parts, ordered=asked.others)
 
     def _write_to(self, routing: Routing, worker: int, changes: Tables, *, late: int) -> None:
         access = self._access
-        messages = list(_messages(changes))
+        messages = list(frames.messages((name, table) for name, table in changes.items() if len(table)))
         for number, tables in enumerate(messages):
             request = Write(
                 job=access.job,
@@ -249,7 +240,7 @@ class RoutedState:
 
     def _client(self, routing: Routing, worker: int) -> WorkerClient:
         access = self._access
-        return connections.get(routing.addresses[worker], timeout_s=access.timeout_s, token=access.token)
+        return connections.get(routing.addresses[worker], timeout_s=access.timeout_s, credentials=access.credentials)
 
     def _involved(self, routing: Routing) -> list[int]:
         """The owners of this partition's key groups. All of them hear of the attempt, even if it changes nothing."""
@@ -276,6 +267,7 @@ class RoutedState:
 
 
 _NOTHING = np.empty(0, dtype=np.int64)
+_HASHES = np.iinfo(np.int64)
 
 
 @dataclass(frozen=True)
@@ -318,32 +310,38 @@ def _named(tables: Tables, prefix: str) -> Tables:
     return {name: table for name, table in tables.items() if not name.startswith((REST, EXPIRED, DUE))}
 
 
-def _chunks(table: pa.Table, *, limit: int) -> Iterator[tuple[int, pa.Table]]:
-    if len(table) <= limit:
-        yield 0, table
+#: Keys of one message: where they are among all, None if they are all; the keys; and the range of hashes, if it counts.
+_Question = tuple[npt.NDArray[np.int64] | None, pa.Table, list[int]]
+
+
+def _chunks(keys: pa.Table) -> Iterator[_Question]:
+    """The keys in messages of bounded size, one after the other."""
+    for start, chunk in frames.slices(keys):
+        yield None if len(chunk) == len(keys) else np.arange(start, start + len(chunk)), chunk, []
+
+
+def _ranges(keys: pa.Table) -> Iterator[_Question]:
+    """The keys in messages of bounded size by ranges of their hashes.
+
+    Whoever asks for other keys than these asks in every message for those of its range: each is asked for once.
+    """
+    if keys.nbytes <= frames.MESSAGE_BYTES:
+        yield None, keys, []
         return
-    for start in range(0, len(table), limit):
-        yield start, table.slice(start, limit)
+    hashes = keys.column(HASH).to_numpy()
+    order = np.argsort(hashes)
+    hashes, in_order = hashes[order], gathered(keys, order)
+    # Keys of equal hash stay together.
+    starts = sorted({int(np.searchsorted(hashes, hashes[start])) for start, _ in frames.slices(in_order)})
+    firsts = [_HASHES.min, *(int(hashes[start]) for start in starts[1:])]
+    lasts = [*(first - 1 for first in firsts[1:]), _HASHES.max]
+    for start, end, first, last in zip(starts, [*starts[1:], len(keys)], firsts, lasts, strict=True):
+        yield order[start:end], in_order.slice(start, end - start), [int(first), int(last)]
 
 
-def _messages(changes: Tables) -> Iterator[Tables]:
-    """Changes in bounded messages; at least one, so that an attempt without changes is sealed as well."""
-    if sum(len(table) for table in changes.values()) <= MAX_ROWS_PER_MESSAGE:
-        yield {name: table for name, table in changes.items() if len(table)}
-        return
-    for name, table in changes.items():
-        for _, chunk in _chunks(table, limit=MAX_ROWS_PER_MESSAGE):
-            yield {name: chunk}
-
-
-def _shifted(answers: pa.Table, start: int, rows: npt.NDArray[np.int64] | None) -> pa.Table:
-    """Answers whose INDEX counts within one message, with INDEX counting within all keys of the task."""
-    if start == 0 and rows is None:
-        return answers
-    index = answers.column(INDEX).to_numpy() + start
-    if rows is not None:
-        index = rows[index]
-    column = pa.array(index.astype(np.int32), type=pa.int32())
+def _renumbered(answers: pa.Table, at: npt.NDArray[np.int64]) -> pa.Table:
+    """Answers whose INDEX counts the keys of one message, with INDEX counting within all keys of the task."""
+    column = pa.array(at[answers.column(INDEX).to_numpy()].astype(np.int32), type=pa.int32())
     return answers.set_column(0, answers.schema.field(INDEX), column)
 
 
@@ -352,16 +350,16 @@ def _joined(parts: Sequence[Answers], *, ordered: bool) -> Answers:
     of_due = [part.due_keys for part in parts if part.due_keys is not None]
     starts = np.cumsum([0, *map(len, of_due)]).tolist()
     due = [part.due for part in parts if part.due_keys is not None]
-    shifted = [
-        {name: _shifted(table, start, None) for name, table in part.items()}
-        for start, part in zip(starts, due, strict=False)
+    numbered = [
+        {name: _renumbered(table, np.arange(start, end)) if start else table for name, table in part.items()}
+        for start, end, part in zip(starts, starts[1:], due, strict=False)
     ]
     return Answers(
         found=_merge([part.found for part in parts], ordered=ordered),
         rest=_merge([part.rest for part in parts], ordered=False),
         expired=_merge([part.expired for part in parts], ordered=False),
         due_keys=pa.concat_tables(of_due) if of_due else None,
-        due=_merge(shifted, ordered=False),
+        due=_merge(numbered, ordered=False),
     )
 
 
@@ -377,4 +375,4 @@ def _merge(parts: Sequence[Tables], *, ordered: bool) -> Tables:
 
 def _by_index(table: pa.Table) -> pa.Table:
     """Sorted by INDEX; a stable sort, because the elements of a list come in order."""
-    return table.take(np.argsort(table.column(INDEX).to_numpy(), kind="stable"))
+    return gathered(table, np.argsort(table.column(INDEX).to_numpy(), kind="stable"))

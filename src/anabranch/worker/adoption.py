@@ -7,7 +7,6 @@ Nothing local can be older than what a fetch brings, because no key is written b
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,8 @@ import pyarrow as pa
 from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH
+from anabranch.runtime.scheduler import Scheduler
+from anabranch.runtime.threads import THREADS
 from anabranch.worker.known import KnownKeys
 from anabranch.worker.layers import VariableState
 from anabranch.worker.origins import Flags, Hashes, Origin, Selection, slots_of
@@ -65,6 +66,7 @@ class Adoption:
         groups: Collection[int],
         key_groups: int,
         known: KnownKeys | None = None,
+        scheduler: Scheduler = THREADS,
     ) -> None:
         self._state = state
         self._origin = origin
@@ -76,7 +78,7 @@ class Adoption:
         #: By slot: whether all of its keys have arrived.
         self._fetched: Flags = np.zeros(_slots_for(origin.rows), dtype=np.bool_)
         #: Held while state is brought: who needs a slot that another thread is bringing waits for it.
-        self._bringing = threading.Lock()
+        self._bringing = scheduler.lock()
         self.brought = Brought()
         #: Keys in what the drain brought last; and whether room has been made for all that is to come.
         self.rows_per_group = 0.0

@@ -6,13 +6,14 @@ A schema whose fields all have one width is encoded as a matrix of bytes; any ot
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from anabranch.core.gather import PART_BYTES
 from anabranch.worker.rowformat import RowFormat, binary_of, node_of, ragged_of
 
 #: One value of bytes per row: uint8 of shape (rows, width), or ``bytes`` objects of shape (rows,).
@@ -39,7 +40,7 @@ class RowCodec:
         """Encode the schema's columns of ``data``, found by name; further columns are ignored."""
         if not self.schema.names:  # Arrow loses the number of rows of data without columns
             return np.empty((data.num_rows, 0), dtype=np.uint8)
-        parts = [self._encode(batch) for batch in _batches(data.select(self.schema.names))]
+        parts = [self._encode(batch) for batch in batches_of(data.select(self.schema.names))]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def decode(self, encoded: Encoded) -> list[pa.Array]:
@@ -97,6 +98,24 @@ def take(encoded: Encoded, rows: npt.NDArray[Any]) -> Encoded:
     return taken
 
 
+def pieces(columns: Sequence[Encoded], bytes_max: int) -> Iterator[slice]:
+    """The rows of several columns in pieces of so many bytes. At least one; a row that alone has more is one, too."""
+    rows = len(columns[0])
+    sizes = np.full(rows, sum(column.shape[1] for column in columns if column.dtype != object), dtype=np.int64)
+    for column in columns:
+        if column.dtype == object:
+            sizes += np.fromiter(map(len, column.tolist()), dtype=np.int64, count=rows)
+    ends = np.cumsum(sizes)
+    start = 0
+    while True:
+        before = int(ends[start - 1]) if start else 0
+        end = min(rows, max(start + 1, int(np.searchsorted(ends, before + bytes_max, side="right"))))
+        yield slice(start, end)
+        if end == rows:
+            return
+        start = end
+
+
 def hashes_of(encoded: Encoded) -> npt.NDArray[np.int64]:
     """A hash of each value, which means nothing outside of this process."""
     if encoded.dtype == object:
@@ -128,9 +147,18 @@ def _size_of(item: Any) -> int:
     return size
 
 
-def _batches(data: pa.Table | pa.RecordBatch) -> list[pa.RecordBatch]:
+def batches_of(data: pa.Table | pa.RecordBatch) -> list[pa.RecordBatch]:
+    """The rows in batches of bounded size, of which there is at least one."""
     if isinstance(data, pa.RecordBatch):
         return [data]
-    # More than one batch is left only where the offsets of a string column would overflow.
-    batches: list[pa.RecordBatch] = data.combine_chunks().to_batches()
+    # What encoding takes for a moment is a multiple of a batch.
+    whole = data.combine_chunks() if data.nbytes <= PART_BYTES else data
+    batches = [part for batch in whole.to_batches() for part in _small(batch)]
     return batches or [pa.RecordBatch.from_pylist([], schema=data.schema)]
+
+
+def _small(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
+    if batch.nbytes <= PART_BYTES or batch.num_rows == 1:
+        return [batch]
+    half = batch.num_rows // 2
+    return [*_small(batch.slice(0, half)), *_small(batch.slice(half))]

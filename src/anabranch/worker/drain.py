@@ -7,12 +7,12 @@ driver sees how long epochs take, and paces the drain so that they stay as short
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
 from anabranch.core.errors import AnabranchError
+from anabranch.runtime.scheduler import Scheduler, Thread
+from anabranch.runtime.threads import THREADS
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +50,19 @@ class Drain:
         prepare: Callable[[], None],
         choose: Callable[[int], tuple[Arriving, list[int]] | None],
         rows: Callable[[], int],
+        scheduler: Scheduler = THREADS,
     ) -> None:
         """``prepare``: what comes before each step; ``choose``: what to bring then, so many key groups at most;
         ``rows``: how many rows have been brought."""
+        self._scheduler = scheduler
         self._prepare = prepare
         self._choose = choose
         self._rows = rows
         self._groups = _GROUPS_AT_FIRST
         #: Of the last step.
         self._rows_per_group = 0.0
-        self._wake = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._wake = scheduler.condition()
+        self._thread: Thread | None = None
         self._stopped = False
         self._epoch_until_s = 0.0
         #: Epochs that have ended.
@@ -72,13 +74,12 @@ class Drain:
         with self._wake:
             if self._thread is None and not self._stopped:
                 self._groups = _GROUPS_AT_FIRST  # what was right for other rows need not be so for these
-                self._thread = threading.Thread(target=self._run, name="drain", daemon=True)
-                self._thread.start()
+                self._thread = self._scheduler.start(self._run, name="drain")
 
     def begin_epoch(self, rows: int) -> None:
         """An epoch runs; bring so many rows at most until it ends."""
         with self._wake:
-            self._epoch_until_s = time.monotonic() + _EPOCH_MAX_S
+            self._epoch_until_s = self._scheduler.monotonic_s() + _EPOCH_MAX_S
             self._allowed = rows
             self._wake.notify_all()
 
@@ -91,12 +92,12 @@ class Drain:
     def wait_for_end_of_epoch(self) -> bool:
         """Wait until there is time: just after an epoch, or if none runs for a while. False: there will be none."""
         with self._wake:
-            ended, idle_until_s = self._ended, time.monotonic() + _NO_EPOCH_S
+            ended, idle_until_s = self._ended, self._scheduler.monotonic_s() + _NO_EPOCH_S
             while not self._stopped and self._ended == ended:
-                now_s = time.monotonic()
+                now_s = self._scheduler.monotonic_s()
                 if now_s < self._epoch_until_s:
                     self._wake.wait(self._epoch_until_s - now_s)
-                    idle_until_s = time.monotonic() + _NO_EPOCH_S
+                    idle_until_s = self._scheduler.monotonic_s() + _NO_EPOCH_S
                 elif now_s < idle_until_s:
                     self._wake.wait(idle_until_s - now_s)
                 else:
@@ -118,7 +119,7 @@ class Drain:
 
     @property
     def _in_epoch(self) -> bool:
-        return time.monotonic() < self._epoch_until_s
+        return self._scheduler.monotonic_s() < self._epoch_until_s
 
     def _run(self) -> None:
         while self._wait_for_leave():
@@ -135,7 +136,7 @@ class Drain:
         """Wait until there may be a step; False: there will be no more."""
         with self._wake:
             while not self._stopped and self._in_epoch and self._allowed == 0:
-                self._wake.wait(max(_REST_MIN_S, self._epoch_until_s - time.monotonic()))
+                self._wake.wait(max(_REST_MIN_S, self._epoch_until_s - self._scheduler.monotonic_s()))
             return not self._stopped
 
     def _groups_now(self) -> int:
@@ -146,7 +147,7 @@ class Drain:
             return max(1, min(self._groups, int(self._allowed / self._rows_per_group)))
 
     def _step(self, arriving: Arriving, groups: list[int]) -> None:
-        before, started = self._rows(), time.monotonic()
+        before, started = self._rows(), self._scheduler.monotonic_s()
         try:
             self._prepare()
             arriving.drain(groups, can_wait=True)
@@ -157,7 +158,7 @@ class Drain:
             logger.warning("state cannot be brought yet: %s", error or type(error).__name__, exc_info=unexpected)
             self._rest(_RETRY_S)
             return
-        took_s = time.monotonic() - started
+        took_s = self._scheduler.monotonic_s() - started
         if took_s < _STEP_S / 2:
             self._groups = min(2 * self._groups, _GROUPS_MAX)
         elif took_s > 2 * _STEP_S:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -15,8 +14,9 @@ import numpy.typing as npt
 from anabranch.core.errors import WorkerError
 from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
+from anabranch.runtime.scheduler import Scheduler
+from anabranch.runtime.threads import THREADS
 from anabranch.worker.adoption import Adoption, Brought
-from anabranch.worker.background import in_background
 from anabranch.worker.drain import Drain
 from anabranch.worker.layers import VariableState
 from anabranch.worker.migration import FrozenSource, Migration
@@ -47,12 +47,15 @@ class Sources:
 class Holdings:
     """The key groups of one job on one worker. Any thread may call any method."""
 
-    def __init__(self, states: Mapping[Variable, VariableState], key_groups: int) -> None:
+    def __init__(
+        self, states: Mapping[Variable, VariableState], key_groups: int, scheduler: Scheduler = THREADS
+    ) -> None:
         self._states = states
+        self._scheduler = scheduler
         self._key_groups = key_groups
-        self._lock = threading.Lock()
+        self._lock = scheduler.lock()
         #: Held while groups that nobody needs any more are removed, which takes a while.
-        self._dropping = threading.Lock()
+        self._dropping = scheduler.lock()
         self._groups: frozenset[int] = frozenset()
         #: The same, by key group.
         self._held = np.zeros(key_groups, dtype=np.bool_)
@@ -69,7 +72,7 @@ class Holdings:
         self._brought = Brought()
         #: By key group: keys asked for lately, and rows that tasks had beyond one for each of them.
         self._load: npt.NDArray[np.float64] = np.zeros(key_groups)
-        self._drain = Drain(self._prepare, self._choose, lambda: self._total().drained_rows)
+        self._drain = Drain(self._prepare, self._choose, lambda: self._total().drained_rows, scheduler)
 
     @property
     def groups(self) -> frozenset[int]:
@@ -108,11 +111,15 @@ class Holdings:
                 for each in arriving:
                     each.redirect(partial(sources.checkpoint, variable))
             self._adopt(adopted - sources.shared, sources)
-            self._groups = wanted
-            held = np.zeros(self._key_groups, dtype=np.bool_)
-            held[list(wanted)] = True
-            self._held = held
+            self._hold(wanted)
         return adopted, left
+
+    def give_up(self, groups: Collection[int]) -> None:
+        """Forget these key groups. What is on its way for others goes on: their files are used until an assignment."""
+        with self._dropping, self._lock:
+            given_up = self._groups.intersection(groups)
+            self._hold(self._groups - given_up)
+            self._forget(given_up)
 
     def start_drain(self) -> None:
         """Bring what is missing in the background, from now on: all former owners know that they are."""
@@ -224,6 +231,12 @@ class Holdings:
         self._frozen = {}
         self._drain.close()
 
+    def _hold(self, groups: frozenset[int]) -> None:
+        self._groups = groups
+        held = np.zeros(self._key_groups, dtype=np.bool_)
+        held[list(groups)] = True
+        self._held = held
+
     def _adopt(self, groups: frozenset[int], sources: Sources) -> None:
         rest = groups
         for make_source, offered in sources.peers.values():
@@ -231,11 +244,14 @@ class Holdings:
             rest -= migrating
             for variable, state in self._states.items() if migrating else ():
                 make_origin = partial(sources.checkpoint, variable)
-                migration = Migration(state, make_source(variable), make_origin, migrating, self._key_groups)
+                migration = Migration(
+                    state, make_source(variable), make_origin, migrating, self._key_groups, self._scheduler
+                )
                 self._not_yet.append(migration)
                 self._arriving.setdefault(variable, []).append(migration)
         for variable, state in self._states.items() if rest else ():
-            adoption = Adoption(state, sources.checkpoint(variable, rest), rest, self._key_groups)
+            origin = sources.checkpoint(variable, rest)
+            adoption = Adoption(state, origin, rest, self._key_groups, scheduler=self._scheduler)
             self._arriving.setdefault(variable, []).append(adoption)
 
     def _forget(self, groups: Collection[int]) -> None:
@@ -285,7 +301,7 @@ class Holdings:
 
     def _make_room(self, variable: Variable, rows: int) -> None:
         try:
-            in_background(partial(self._states[variable].make_room, rows))
+            self._scheduler.in_background(partial(self._states[variable].make_room, rows))
         except (MemoryError, WorkerError) as error:
             # It was an estimate. If it is right, whoever loads a row that has no place will say so.
             logger.warning("no room for %d rows of %s at once: %s", rows, variable[1], error or "not enough memory")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from anabranch.checkpoint import paths
 from anabranch.checkpoint.changes import write_changes
@@ -20,42 +17,49 @@ from anabranch.core import requests
 from anabranch.core.errors import EpochError, FencedError, WorkerError
 from anabranch.core.ids import Attempt, Epoch, Generation, Partition, StageNumber, WorkerId
 from anabranch.core.requests import Refusal, Run, RunId, StageAttempt
-from anabranch.core.schemas import OP, Op, StageSpec
+from anabranch.core.schemas import StageSpec
 from anabranch.core.transactions import TransactionMachine
 from anabranch.wire import messages
-from anabranch.worker.background import in_background, stand_back
+from anabranch.wire.credentials import Credentials
+from anabranch.wire.frames import Parts
+from anabranch.worker.deferral import DeferredChanges
+from anabranch.worker.folds import Folds
 from anabranch.worker.holdings import Holdings, Variable
 from anabranch.worker.jobstate import JobShape, JobState
-from anabranch.worker.staging import Staging, Tables
+from anabranch.worker.parts import PRODUCTION, WorkerParts
+from anabranch.worker.staging import Staging, Tables, counts_of, keys_in
 from anabranch.worker.storeoptions import StoreOptions
 
 logger = logging.getLogger(__name__)
-
-#: Layers that may wait for the background fold before a new epoch has to wait for it.
-_MAX_UNFOLDED = 3
 
 
 class WorkerJob:
     """The state of one job. Requests come from several threads; the machine decides about one at a time."""
 
-    def __init__(self, worker: WorkerId, job: str, stores: StoreOptions, token: str = "") -> None:
+    def __init__(
+        self,
+        worker: WorkerId,
+        job: str,
+        stores: StoreOptions,
+        credentials: Credentials,
+        parts: WorkerParts = PRODUCTION,
+    ) -> None:
+        self._parts = parts
         self._worker = worker
         self._job = job
         self._stores = stores
-        self._token = token
-        self._lock = threading.RLock()
+        self._credentials = credentials
+        self._lock = parts.scheduler.lock()
         self._machine = TransactionMachine()
-        self._folder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fold")
-        self._releaser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="release", initializer=stand_back)
-        self._folds: list[Future[None]] = []
+        self._folds = Folds(parts.scheduler)
+        self._releaser = parts.scheduler.line("release", stands_back=True)
         self._opened: JobState | None = None
         self._staging = Staging()
         #: The chosen changes of the epoch that is prepared, by stage and variable.
         self._prepared: dict[Variable, pa.Table] = {}
         self._prepared_late: dict[int, int] = {}
         self._prepared_by = RunId(Generation(0), requests.NO_RUN)
-        #: Epochs that are part of the state and not durable yet, oldest first: each with its run and changes.
-        self._deferred: list[tuple[Epoch, RunId, dict[Variable, pa.Table]]] = []
+        self._deferred = DeferredChanges()
         self._defers = False
         self._routing: dict[str, Any] = {}
         #: The generation and number of the assignment that was carried out last.
@@ -66,7 +70,9 @@ class WorkerJob:
         by = RunId(Generation(request.committed_by[0]), Run(request.committed_by[1])) if request.committed_by else None
         stages = {spec["number"]: StageSpec.from_json(spec) for spec in request.stages}
         with self._lock:
-            instructions = self._machine.handle(
+            if self._opened is not None:
+                self._opened.look()
+            instructions = self._decide(
                 requests.Open(
                     generation=Generation(request.generation),
                     committed_epoch=Epoch(request.committed_epoch),
@@ -78,6 +84,7 @@ class WorkerJob:
             shape = JobShape(request.key_groups, request.checkpoint, stages)
             if outdated or self._opened is None or self._opened.shape != shape:
                 self._reset(shape)
+            self._deferred.forget_up_to(request.committed_epoch)  # a job is opened at a durable epoch
             self._state.holdings.end_epoch()  # the driver before may have left one unfinished
             return {"worker": self._worker, "groups": sorted(self._state.holdings.groups)}
 
@@ -85,7 +92,7 @@ class WorkerJob:
         """Hold exactly these key groups; answers with how many came and went."""
         with self._lock:
             self._check_assignment(request)
-            return {**self._state.assign(request, self._token), **self._progress()}
+            return {**self._state.assign(request, self._credentials), **self._progress()}
 
     def hand_over(self, request: messages.HandOver) -> dict[str, Any]:
         with self._lock:
@@ -94,7 +101,7 @@ class WorkerJob:
 
     def _check_assignment(self, request: messages.Assign | messages.HandOver) -> None:
         """That it fits the state that is here, and is the newest."""
-        self._check_generation(request)
+        self._check_usable(request)
         if request.epoch != self._machine.committed:
             raise EpochError(
                 f"Key groups as of epoch {request.epoch} do not fit worker {self._worker}, which has epoch "
@@ -106,28 +113,31 @@ class WorkerJob:
 
     def begin(self, request: messages.Begin) -> dict[str, Any]:
         with self._lock:
-            self._carry_out(self._machine.handle(requests.Begin(**_epoch(request))))
+            self._carry_out(self._decide(requests.Begin(**_epoch(request))))
             self._routing = request.routing
+            self._deferred.forget_up_to(request.durable_epoch)
             self._state.holdings.begin_epoch(request.drain_rows)
-            self._folds = [fold for fold in self._folds if not _is_done(fold)]
-            waiting = self._folds[:-_MAX_UNFOLDED]
-        for fold in waiting:
-            fold.result()
+        try:
+            self._folds.settle()
+        except Exception:
+            with self._lock:
+                self._machine.break_down()
+            raise
         return {}
 
     def look_up_route(self, request: messages.LookUpRoute) -> dict[str, Any]:
         with self._lock:
-            self._check_generation(request)
+            self._check_usable(request)
             return self._routing
 
-    def read(self, request: messages.Read, tables: Tables) -> Tables:
+    def read(self, request: messages.Read, tables: Tables) -> Parts:
         with self._lock:
-            instructions = self._machine.handle(requests.Read(**_epoch(request)))
+            instructions = self._decide(requests.Read(**_epoch(request)))
             self._carry_out(instructions)
             state = self._state
         epoch = next(i.epoch for i in instructions if isinstance(i, requests.ServeState))
         state.note_further_rows(tables.get(messages.FURTHER_ROWS))
-        return state.read(request, _keys(tables), epoch)
+        return state.read(request, keys_in(tables), epoch)
 
     def write(self, request: messages.Write, tables: Tables) -> dict[str, Any]:
         attempt = StageAttempt(StageNumber(request.stage), Partition(request.partition), Attempt(request.attempt))
@@ -136,30 +146,27 @@ class WorkerJob:
         with self._lock:
             if request.chunk == 0:
                 staged = requests.Stage(**epoch, attempt=attempt, sealed=request.last)
-                self._carry_out(self._machine.handle(staged))
+                self._carry_out(self._decide(staged))
                 self._staging.begin(attempt, checked, request.late)
                 return {}
             # An attempt of an older run may have the same number: its pieces must not get among those of a newer one.
-            self._carry_out(self._machine.handle(requests.ReportSeals(**epoch)))
+            self._carry_out(self._decide(requests.ReportSeals(**epoch)))
             self._staging.add(attempt, request.chunk, checked)
             if request.last:
-                self._carry_out(self._machine.handle(requests.Seal(**epoch, attempt=attempt)))
+                self._carry_out(self._decide(requests.Seal(**epoch, attempt=attempt)))
         return {}
 
     def seals(self, request: messages.Seals) -> dict[str, Any]:
         with self._lock:
-            instructions = self._machine.handle(requests.ReportSeals(**_epoch(request)))
+            instructions = self._decide(requests.ReportSeals(**_epoch(request)))
             self._carry_out(instructions)
         answer = next(i for i in instructions if isinstance(i, requests.AnswerSeals))
         return {"attempts": [list(attempt) for attempt in sorted(answer.attempts)]}
 
     def prepare(self, request: messages.Prepare) -> dict[str, Any]:
-        chosen = frozenset(
-            StageAttempt(StageNumber(stage), Partition(partition), Attempt(attempt))
-            for stage, partition, attempt in request.chosen
-        )
+        chosen = frozenset(StageAttempt(StageNumber(s), Partition(p), Attempt(a)) for s, p, a in request.chosen)
         with self._lock:
-            instructions = self._machine.handle(requests.Prepare(**_epoch(request), chosen=chosen))
+            instructions = self._decide(requests.Prepare(**_epoch(request), chosen=chosen))
             self._carry_out(instructions)
             files = []
             for instruction in instructions:
@@ -169,29 +176,30 @@ class WorkerJob:
                     self._prepared_by = instruction.run
                     self._defers = not request.durable
                     if request.durable:
-                        files = self._write_deferred()
+                        files = self._write_deferred(request.deferred)
                         files += self._write_files(instruction.epoch, instruction.run, self._prepared)
             rows = sum(len(changes) for changes in self._prepared.values())
-            variables = [[*variable, *_counts(changes)] for variable, changes in sorted(self._prepared.items())]
+            variables = [[*variable, *counts_of(changes)] for variable, changes in sorted(self._prepared.items())]
             late = sorted(self._prepared_late.items())
         return {"files": files, "rows": rows, "variables": variables, "late": late}
 
     def flush(self, request: messages.Flush) -> dict[str, Any]:
         with self._lock:
-            self._check_generation(request)
-            files = self._write_deferred()
-            self._deferred = []
+            self._check_usable(request)
+            # They stay deferred until the driver says that they are durable: it may fail to write the manifests.
+            files = self._write_deferred(request.deferred)
         return {"files": files}
 
     def commit(self, request: messages.Commit) -> dict[str, Any]:
         with self._lock:
+            # Whatever a shared store has lost: the epoch counts, and what is here is put right before the next one.
             self._carry_out(self._machine.handle(requests.Commit(**_epoch(request))))
             self._state.holdings.end_epoch()
         return self._progress()
 
     def abort(self, request: messages.Abort) -> dict[str, Any]:
         with self._lock:
-            self._carry_out(self._machine.handle(requests.Abort(**_epoch(request))))
+            self._carry_out(self._decide(requests.Abort(**_epoch(request))))
             self._state.holdings.end_epoch()
         return {}
 
@@ -216,11 +224,11 @@ class WorkerJob:
         state = self._state_for(request)
         with self._lock:
             if (request.generation, request.number) == self._assignment:
-                self._releaser.submit(_release, state.holdings, state.holdings.frozen)
+                self._releaser.submit(partial(_release, state.holdings, state.holdings.frozen))
         return {}
 
-    def fetch_keys(self, request: messages.FetchKeys, tables: Tables) -> Tables:
-        return self._state_for(request).fetch_keys(request, _keys(tables))
+    def fetch_keys(self, request: messages.FetchKeys, tables: Tables) -> Parts:
+        return self._state_for(request).fetch_keys(request, keys_in(tables))
 
     def scan(
         self, request: messages.Scan | messages.FetchGroups | messages.FetchDue
@@ -228,6 +236,8 @@ class WorkerJob:
         state = self._state_for(request)
         match request:
             case messages.Scan():
+                if request.epoch > self._machine.committed:  # the word to commit it has not come
+                    raise EpochError(f"Worker {self._worker} does not have epoch {request.epoch} yet. Look again.")
                 return state.scan(request)
             case messages.FetchDue():
                 return state.fetch_due(request)
@@ -236,7 +246,17 @@ class WorkerJob:
             return fetch()
         # What has not arrived here itself may come from files, and Arrow keeps the threads that read them.
         state.holdings.complete_frozen((request.stage, request.variable), request.groups, request.as_of)
-        return in_background(fetch)
+        return self._parts.scheduler.in_background(fetch)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the state here is of no use until the job is opened again."""
+        return self._machine.broken or (self._opened is not None and self._opened.is_lost)
+
+    @property
+    def shape(self) -> JobShape:
+        """What the job's state looks like; an error if the job was not opened."""
+        return self._state.shape
 
     @property
     def is_idle(self) -> bool:
@@ -252,40 +272,60 @@ class WorkerJob:
         with self._lock:
             if self._opened is not None:
                 self._opened.holdings.stop()
-        self._folder.shutdown(wait=True)
-        self._releaser.shutdown(wait=True)
+        self._folds.close()
+        self._releaser.close()
         with self._lock:
             if self._opened is not None:
                 self._opened.close()
 
     # ------------------------------------------------------------------------------------------ instructions
 
+    def _decide(self, request: requests.Request) -> list[requests.Instruction]:
+        if self._opened is not None and self._opened.is_lost:
+            self._machine.break_down()
+        return self._machine.handle(request)
+
     def _carry_out(self, instructions: list[requests.Instruction]) -> None:
         for instruction in instructions:
-            match instruction:
-                case requests.Refuse():
-                    raise _refusal(instruction)
-                case requests.DiscardAttempt():
-                    self._staging.discard(instruction.attempt)
-                case requests.AddLayer():
-                    self._add_layer(instruction.epoch)
-                case requests.DropLayersAfter():
-                    self._state.drop_layers_after(instruction.epoch)
-                    self._deferred = [deferred for deferred in self._deferred if deferred[0] <= instruction.epoch]
-                case requests.FoldUpTo():
-                    self._folds.append(self._folder.submit(self._state.fold, instruction.epoch))
+            if isinstance(instruction, requests.Refuse):
+                raise _refusal(instruction)
+            try:
+                self._do(instruction)
+            except Exception:
+                # The machine has gone on, and the state has not followed.
+                self._machine.break_down()
+                raise
+
+    def _do(self, instruction: requests.Instruction) -> None:
+        match instruction:
+            case requests.DiscardAttempt():
+                self._staging.discard(instruction.attempt)
+            case requests.AddLayer():
+                self._add_layer(instruction.epoch)
+            case requests.DropLayersAfter():
+                self._state.drop_layers_after(instruction.epoch)
+                self._deferred.forget_after(instruction.epoch)
+            case requests.FoldUpTo():
+                self._folds.add(partial(self._state.fold, instruction.epoch))
+            case requests.ResetState() | requests.ServeState() | requests.AcceptChanges():
+                pass  # whoever sent the request does it: it has what is needed
+            case requests.AnswerSeals() | requests.WriteChangeFiles():
+                pass
+            case _:
+                raise WorkerError(f"A worker does not know the instruction {type(instruction).__name__}.")
 
     def _add_layer(self, epoch: Epoch) -> None:
-        self._state.add_layer(epoch, self._prepared)
-        if self._defers:
-            self._deferred.append((epoch, self._prepared_by, self._prepared))
-        else:
-            self._deferred = []
-        self._prepared, self._prepared_late = {}, {}
+        prepared, self._prepared, self._prepared_late = self._prepared, {}, {}
         self._staging.clear()
+        if self._defers:
+            self._deferred.add(epoch, self._prepared_by, dict(prepared))
+        else:
+            self._deferred.clear()
+        self._state.add_layer(epoch, prepared)
 
-    def _write_deferred(self) -> list[list[Any]]:
-        return [file for deferred in self._deferred for file in self._write_files(*deferred)]
+    def _write_deferred(self, wanted: Collection[Sequence[int]]) -> list[list[Any]]:
+        found = self._deferred.take_out(wanted, self._worker)
+        return [file for deferred in found for file in self._write_files(*deferred)]
 
     def _write_files(self, epoch: Epoch, run: RunId, tables: Mapping[Variable, pa.Table]) -> list[list[Any]]:
         files = []
@@ -305,8 +345,10 @@ class WorkerJob:
         if self._opened is not None:
             self._opened.close()
         self._staging.clear()
-        self._prepared, self._prepared_late, self._deferred = {}, {}, []
-        self._opened = JobState(shape, self._stores, self._job)
+        self._prepared, self._prepared_late = {}, {}
+        self._folds.forget()
+        self._deferred.clear()
+        self._opened = JobState(shape, self._stores, self._job, self._parts)
 
     @property
     def _state(self) -> JobState:
@@ -316,8 +358,13 @@ class WorkerJob:
 
     def _state_for(self, request: messages.JobRequest) -> JobState:
         with self._lock:
-            self._check_generation(request)
+            self._check_usable(request)
             return self._state
+
+    def _check_usable(self, request: messages.JobRequest) -> None:
+        self._check_generation(request)
+        if self.is_broken:
+            raise WorkerError(f"The worker {self._worker} could not apply an epoch. Open the job on it again.")
 
     def _check_generation(self, request: messages.JobRequest) -> None:
         newest = self._machine.generation
@@ -341,28 +388,7 @@ def _epoch(request: messages.EpochRequest) -> dict[str, Any]:
     return {"generation": Generation(request.generation), "epoch": Epoch(request.epoch), "run": Run(request.run)}
 
 
-def _keys(tables: Tables) -> pa.Table:
-    keys = tables.get(messages.KEYS)
-    if keys is None:
-        raise WorkerError("A read came without keys. Run the same version of anabranch everywhere.")
-    return keys
-
-
 def _refusal(refused: requests.Refuse) -> WorkerError | EpochError:
     if refused.reason is Refusal.FENCED:
         return FencedError(refused.message)
     return WorkerError(refused.message)
-
-
-def _is_done(fold: Future[None]) -> bool:
-    """Whether a fold has ended; its error, if it has one, comes to light here."""
-    if not fold.done():
-        return False
-    fold.result()
-    return True
-
-
-def _counts(changes: pa.Table) -> tuple[int, int]:
-    """How many changes set an entry, and how many remove something."""
-    puts: int = pc.sum(pc.equal(changes.column(OP), Op.PUT)).as_py() or 0
-    return puts, len(changes) - puts

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.snapshots import SnapshotFile
-from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import WorkerError
 from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, INDEX, StageSpec
 from anabranch.wire import messages
-from anabranch.wire.routed import DUE, EXPIRED, MAX_ROWS_PER_MESSAGE, REST, Expiry
+from anabranch.wire.credentials import Credentials
+from anabranch.wire.frames import Parts
+from anabranch.wire.routed import DUE, EXPIRED, REST, Expiry
 from anabranch.worker.holdings import Holdings, Sources, Variable
 from anabranch.worker.layers import VariableState
 from anabranch.worker.origins import CheckpointOrigin
-from anabranch.worker.peers import ENTRIES, Peer, PeerOrigin, entries_of
+from anabranch.worker.parts import PRODUCTION, WorkerParts
+from anabranch.worker.peers import ENTRIES, Peer, PeerOrigin
 from anabranch.worker.repetition import Repetition
 from anabranch.worker.shared import SharedState, refuse_shared
 from anabranch.worker.staging import Tables
@@ -34,8 +39,6 @@ from anabranch.worker.stores.redis import RedisStore
 _NOW = 1 << 62
 #: It pays to bring the keys of the last epoch first, if so many of them come again in the next one.
 _REPETITION_MIN = 0.3
-#: Of an answer that comes in pieces.
-_BATCH_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,10 @@ class JobShape:
 class JobState:
     """All variables of a job. Any thread may call any method; what changes state is called by one at a time."""
 
-    def __init__(self, shape: JobShape, stores: StoreOptions, job: str) -> None:
+    def __init__(self, shape: JobShape, stores: StoreOptions, job: str, parts: WorkerParts = PRODUCTION) -> None:
         self.shape = shape
-        self.storage = Storage(shape.checkpoint)
+        self._parts = parts
+        self.storage = parts.open_storage(shape.checkpoint)
         self._states: dict[Variable, VariableState] = {}
         opened: dict[Variable, Store] = {}
         for spec in shape.stages.values():
@@ -60,11 +64,12 @@ class JobState:
                 opened[spec.number, variable] = stores.open(job, spec, variable, shape.key_groups)
                 state = VariableState(layout, shape.key_groups, opened[spec.number, variable])
                 self._states[spec.number, variable] = state
-        #: What the last epoch changed, and whether epochs tend to change the same keys again.
-        self._latest: dict[Variable, pa.Table] = {}
+        #: Whether epochs tend to change the same keys again.
         self._repetitions = {variable: Repetition() for variable in self._states}
-        self.holdings = Holdings(self._states, shape.key_groups)
+        self.holdings = Holdings(self._states, shape.key_groups, parts.scheduler)
         remote = [store for store in opened.values() if isinstance(store, RedisStore)]
+        #: Whether key groups were changing hands when a shared store failed.
+        self._is_torn = False
         #: Only if the job's state is in a store that workers share.
         self._shared = SharedState(self._states.values(), remote) if remote else None
 
@@ -75,13 +80,37 @@ class JobState:
             return {"shared": []}
         groups = self.holdings.groups - set(request.keep)
         pending = frozenset(group for variable in self._states for group in self.holdings.pending(variable))
-        shared = self._shared.hand_over(groups - pending, request.epoch)
-        self._shared.forget(groups)
-        self.holdings.assign(self.holdings.groups - groups, Sources(_no_files))
+        with self._lost_on_errors():
+            shared = self._shared.hand_over(groups - pending, request.epoch)
+            self._shared.forget(groups)
+            self.holdings.give_up(groups)
         return {"shared": shared}
 
-    def assign(self, request: messages.Assign, token: str) -> dict[str, Any]:
+    @property
+    def is_lost(self) -> bool:
+        """Whether some state that should be here is not: the job has to be opened again."""
+        return self._is_torn or (self._shared is not None and self._shared.is_lost)
+
+    def look(self) -> None:
+        """Find out whether a shared store still has what this worker uses there: see ``is_lost``."""
+        if self._shared is not None and not self.is_lost:
+            self._shared.look()
+
+    @contextmanager
+    def _lost_on_errors(self) -> Iterator[None]:
+        """Key groups of a shared store change hands: if that fails halfway, nobody can tell which have."""
+        try:
+            yield
+        except Exception:
+            self._is_torn = self._shared is not None
+            raise
+
+    def assign(self, request: messages.Assign, credentials: Credentials) -> dict[str, Any]:
         """Hold exactly these key groups; answers with how many came and went."""
+        with self._lost_on_errors():
+            return self._assign(request, credentials)
+
+    def _assign(self, request: messages.Assign, credentials: Credentials) -> dict[str, Any]:
         snapshot = [SnapshotFile(**file) for file in request.snapshot]
         changes = [ChangeFile(**file) for file in request.changes]
 
@@ -95,13 +124,12 @@ class JobState:
             )
 
         def from_peer(peer: Peer, variable: Variable) -> PeerOrigin:
-            return PeerOrigin(peer, variable[0], self._states[variable].layout)
+            return PeerOrigin(peer, variable[0], self._states[variable].layout, self._parts.connect)
 
         peers = {}
         for offer in request.peers:
-            peer = Peer(
-                offer["address"], request.epoch, request.peer_timeout_ms / 1000, token, request.job, request.generation
-            )
+            timeout_s = request.peer_timeout_ms / 1000
+            peer = Peer(offer["address"], request.epoch, timeout_s, credentials, request.job, request.generation)
             peers[peer.address] = partial(from_peer, peer), frozenset(offer["groups"])
         freeze_as_of = request.epoch if request.freeze else None
         shared: frozenset[int] = frozenset()
@@ -123,14 +151,12 @@ class JobState:
 
     # ------------------------------------------------------------------------------------------------ layers
 
-    def add_layer(self, epoch: int, changes_of: Mapping[Variable, pa.Table]) -> None:
+    def add_layer(self, epoch: int, changes_of: dict[Variable, pa.Table]) -> None:
+        """Make the changes of an epoch part of the state. They are taken out of the dict, and let go of bit by bit."""
         for variable, state in self._states.items():
-            changes = changes_of.get(variable)
-            if changes is None:
-                changes = state.layout.changes.empty_table()
-            self._repetitions[variable].note(changes.column(HASH).to_numpy())
-            self._latest[variable] = changes
-            state.add_layer(epoch, changes)
+            changes_of.setdefault(variable, state.layout.changes.empty_table())
+            self._repetitions[variable].note(changes_of[variable].column(HASH).to_numpy())
+            state.add_layer(epoch, changes_of.pop(variable))
 
     def drop_layers_after(self, epoch: int) -> None:
         for state in self._states.values():
@@ -147,36 +173,36 @@ class JobState:
 
     # --------------------------------------------------------------------------------------------- for tasks
 
-    def read(self, request: messages.Read, keys: pa.Table, epoch: int) -> Tables:
-        answers: Tables = {}
+    def read(self, request: messages.Read, keys: pa.Table, epoch: int) -> Parts:
+        """All that a task asks for is looked up now, and decoded while the answer is on its way."""
+        answers: list[Parts] = []
         wanted = keys
         if request.due is not None:
-            answers[DUE] = self._due_keys(Expiry(**request.due), request, keys, epoch)
-            wanted = pa.concat_tables([keys, answers[DUE].slice(0, MAX_ROWS_PER_MESSAGE)])
+            due_keys = self._due_keys(Expiry(**request.due), request, keys, epoch)
+            answers.append([(DUE, due_keys)])
+            wanted = pa.concat_tables([keys, due_keys])
         hashes = wanted.column(HASH).to_numpy()
         for name in self.variables_of(request.stage):
             state = self._states[request.stage, name]
             self.holdings.fetch((request.stage, name), hashes, wanted)
-            found = pa.Table.from_batches([state.read(wanted, epoch)])
-            if request.due is None:
-                answers[name] = found
-            else:
-                answers[name], answers[DUE + name] = _split(found, len(keys))
+            found = _tables(name, state.read_in_batches(wanted, epoch))
+            answers.append(found if request.due is None else _split(found, len(keys)))
             if request.rest:
                 self.holdings.complete((request.stage, name), request.groups)
-                rest = list(state.scan(epoch, request.groups, without=keys))
-                answers[REST + name] = pa.Table.from_batches(rest, schema=state.layout.rows)
+                rest = _between(state.scan(epoch, request.groups, without=keys), request.hashes)
+                answers.append([(REST + name, state.layout.rows.empty_table())])
+                answers.append(_tables(REST + name, rest))
         for document in request.expired:
             expiry = Expiry(**document)
-            answers[EXPIRED + expiry.variable] = self._expired(expiry, request, epoch)
-        return answers
+            answers.append(_tables(EXPIRED + expiry.variable, self._expired(expiry, request, epoch)))
+        return chain.from_iterable(answers)
 
     def note_further_rows(self, rows: pa.Table | None) -> None:
         """The load of a task that has more rows than keys."""
         if rows is not None:
             self.holdings.add_load(rows.column(0).to_numpy(), rows.column(1).to_numpy())
 
-    def _expired(self, expiry: Expiry, request: messages.Read, epoch: int) -> pa.Table:
+    def _expired(self, expiry: Expiry, request: messages.Read, epoch: int) -> Iterator[pa.RecordBatch]:
         """Rows that are due."""
         variable = request.stage, expiry.variable
         state = self.variable(*variable)
@@ -189,11 +215,12 @@ class JobState:
 
     def _due_keys(self, expiry: Expiry, request: messages.Read, asked: pa.Table, epoch: int) -> pa.Table:
         """Keys with rows that are due, each once, but for those that were asked for."""
-        rows = self._expired(expiry, request, epoch)
         state = self.variable(request.stage, expiry.variable)
-        known = state.known_keys()
+        known, names = state.known_keys(), state.layout.keys.names
         known.add(asked)
-        return known.added(rows.select(state.layout.keys.names))
+        rows = _between(self._expired(expiry, request, epoch), request.hashes)
+        parts = [known.added(pa.Table.from_batches([batch]).select(names)) for batch in rows]
+        return pa.concat_tables([state.layout.keys.empty_table(), *parts])
 
     def checked_changes(self, stage: int, tables: Tables) -> Tables:
         """Changes that may be staged: of the declared columns, and of keys that are here."""
@@ -210,22 +237,22 @@ class JobState:
 
     # ------------------------------------------------------------------------------------------- for others
 
-    def fetch_keys(self, request: messages.FetchKeys, keys: pa.Table) -> Tables:
+    def fetch_keys(self, request: messages.FetchKeys, keys: pa.Table) -> Parts:
         """The entries of frozen keys."""
         state = self.variable(request.stage, request.variable)
         hashes = keys.column(HASH).to_numpy()
         self.holdings.fetch_frozen((request.stage, request.variable), hashes, keys, request.as_of)
-        entries = pa.Table.from_batches([state.read(keys, _NOW)])
+        entries = state.read_in_batches(keys, _NOW)
         # Once more: if they were dropped meanwhile, they are missing here, but exist.
         groups = np.unique(key_groups_of(hashes, self.shape.key_groups)).tolist()
         self.holdings.check_frozen(groups, request.as_of)
-        return {ENTRIES: entries}
+        return _tables(ENTRIES, entries)
 
     def fetch_groups(self, request: messages.FetchGroups) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         """All rows of frozen key groups."""
         state, variable = self.variable(request.stage, request.variable), (request.stage, request.variable)
         if request.recent:
-            rows = iter(self._recent(variable, request.groups))
+            rows = self._recent(variable, request.groups)
         else:
             self.holdings.complete_frozen(variable, request.groups, request.as_of)
             rows = state.scan(_NOW, request.groups)
@@ -241,20 +268,13 @@ class JobState:
         rows = state.due(_NOW, request.groups, event_time, request.up_to, since=request.since, whole_keys=True)
         # Once more: if they were dropped meanwhile, they are missing here, but exist.
         self.holdings.check_frozen(request.groups, request.as_of)
-        return state.layout.rows, iter(rows.to_batches(max_chunksize=_BATCH_ROWS))
+        return state.layout.rows, rows
 
-    def _recent(self, variable: Variable, groups: Collection[int]) -> list[pa.RecordBatch]:
+    def _recent(self, variable: Variable, groups: Collection[int]) -> Iterator[pa.RecordBatch]:
         """The rows of keys that the last epoch changed, if it pays to bring these first."""
-        state, latest = self._states[variable], self._latest.get(variable)
-        if latest is None or self._repetitions[variable].share < _REPETITION_MIN:
-            return []
-        here = np.zeros(self.shape.key_groups, dtype=np.bool_)
-        here[list(set(groups) - self.holdings.pending(variable))] = True
-        keys = latest.select(state.layout.keys.names)
-        keys = keys.filter(here[key_groups_of(keys.column(HASH).to_numpy(), self.shape.key_groups)])
-        keys = keys.group_by(keys.schema.names).aggregate([])
-        rows = entries_of(keys, pa.Table.from_batches([state.read(keys, _NOW)]))
-        return list(rows.to_batches())
+        if self._repetitions[variable].share < _REPETITION_MIN:
+            return iter(())
+        return self._states[variable].latest(_NOW, set(groups) - self.holdings.pending(variable))
 
     def scan(self, request: messages.Scan) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         """All rows of a variable that are this worker's."""
@@ -289,14 +309,31 @@ class JobState:
         return state
 
 
-def _split(answers: pa.Table, keys: int) -> tuple[pa.Table, pa.Table]:
-    """The answers for so many first keys, and those for the keys after them, with their own numbers."""
-    index = answers.column(INDEX).to_numpy()
-    cut = int(np.searchsorted(index, keys))
-    after = answers.slice(cut)
-    numbers = pa.array(index[cut:] - np.int32(keys), pa.int32())
-    return answers.slice(0, cut), after.set_column(0, after.schema.field(0), numbers)
+def _tables(name: str, batches: Iterable[pa.RecordBatch]) -> Parts:
+    """The parts of an answer, under one name."""
+    return ((name, pa.Table.from_batches([batch])) for batch in batches)
 
 
-def _no_files(variable: Variable, groups: Collection[int]) -> CheckpointOrigin:
-    raise WorkerError(f"Key groups {sorted(groups)} of {variable} are on their way, and cannot be handed over.")
+def _split(parts: Parts, keys: int) -> Parts:
+    """The answers for so many first keys, and those for the due keys after them, with their own numbers."""
+    for name, answers in parts:
+        index = answers.column(INDEX).to_numpy()
+        cut = int(np.searchsorted(index, keys))
+        after = answers.slice(cut)
+        numbers = pa.array(index[cut:] - np.int32(keys), pa.int32())
+        yield name, answers.slice(0, cut)
+        yield DUE + name, after.set_column(0, after.schema.field(0), numbers)
+
+
+def _between(batches: Iterator[pa.RecordBatch], hashes: Sequence[int]) -> Iterator[pa.RecordBatch]:
+    """The rows whose hash is from the first to the last of two, if there are two."""
+    if not hashes:
+        return batches
+    if len(hashes) != 2:
+        raise WorkerError(f"{len(hashes)} hashes are no range. Run the same version of anabranch everywhere.")
+    first, last = hashes
+
+    def is_meant(of_rows: pa.Array) -> pa.Array:
+        return pc.and_(pc.greater_equal(of_rows, first), pc.less_equal(of_rows, last))
+
+    return (batch.filter(is_meant(batch.column(HASH))) for batch in batches)

@@ -7,12 +7,15 @@ import ipaddress
 import json
 import logging
 import socket
+import ssl
 import threading
 import time
 import urllib.parse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anabranch.core.errors import LostWorkerError, SettingsError, WorkerError
+from anabranch.wire import keyring
+from anabranch.wire.credentials import Credentials, is_loopback_host, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ def join(
     control: str,
     *,
     address: str,
-    token: str,
+    credentials: Credentials,
     timeout_s: float = JOIN_TIMEOUT_S,
     stop: threading.Event | None = None,
 ) -> None:
@@ -40,16 +43,24 @@ def join(
     The worker must be serving already: the job asks it who it is. Tries again while there is hope, for `timeout_s` at
     most, or until `stop` is set.
     """
-    place = _Place.parse(control)
+    place = _Place.parse(control, credentials)
     stop = stop or threading.Event()
     deadline_s, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
     while not stop.is_set():
         left_s = deadline_s - time.monotonic()
         try:
             announced = reachable_address(address, place.host, place.port)
-            reason = _ask(place, announced, token, timeout_s=min(max(left_s, 1.0), _ANSWER_TIMEOUT_S))
+            reason = _ask(place, announced, credentials, timeout_s=min(max(left_s, 1.0), _ANSWER_TIMEOUT_S))
+        except ssl.SSLError as error:
+            raise SettingsError(
+                f"The job at {control} cannot be joined by TLS: {reason_of(error)}. Name who has signed its "
+                "certificate with --tls-authority, and show one of your own with --tls-certificate and --tls-key if it "
+                "asks for it."
+            ) from None
         except (OSError, http.client.HTTPException) as error:
             reason = _in_words(error)
+            if place.is_encrypted and isinstance(error, ConnectionResetError | BrokenPipeError):
+                reason += "; if it asks for certificates, show one with --tls-certificate and --tls-key"
         if reason is None:
             logger.info("the job at %s knows this worker as %s", control, announced)
             return
@@ -61,6 +72,41 @@ def join(
         logger.info("the job at %s cannot be joined yet: %s", control, reason)
         stop.wait(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+
+def find_job(control: str, given: Credentials, stop: threading.Event, *, timeout_s: float) -> tuple[str, Credentials]:
+    """Where to join a job, and with what: as it was given, or with the token of a job of the same user on this machine.
+
+    The token of such a job goes to the address that the job has taken, whoever else goes by the name of this machine.
+    Waits for a job that is not there yet. One that answers without having left its token is somebody else's.
+    """
+    place, pause_s = _Place.parse(control, given), _FIRST_PAUSE_S
+    if given.token:
+        entry = keyring.find(control)
+        is_same = entry is not None and entry.credentials.token == given.token
+        return place.of_job(control, entry) if is_same and entry is not None else control, given
+    deadline_s = time.monotonic() + timeout_s
+    while is_loopback_host(place.host) or keyring.is_own_name(place.host):
+        is_there = _answers(place)
+        if (entry := keyring.find(control)) is not None:
+            found = replace(given if given.uses_tls else entry.credentials, token=entry.credentials.token)
+            return place.of_job(control, entry), found
+        if is_there or stop.is_set() or time.monotonic() > deadline_s:
+            break
+        stop.wait(pause_s)
+        pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+    raise SettingsError(
+        f"No job of this user on this machine answers at {control}, so the worker needs the token of the job: set "
+        "ANABRANCH_TOKEN to it (query.token, or `anabranch token` where the job runs)."
+    )
+
+
+def _answers(place: _Place) -> bool:
+    try:
+        socket.create_connection((place.host, place.port), timeout=_FIRST_PAUSE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def reachable_address(address: str, control_host: str, control_port: int) -> str:
@@ -106,10 +152,14 @@ class _Place:
     is_encrypted: bool
 
     @staticmethod
-    def parse(control: str) -> _Place:
-        advice = f"{control!r} is not the address of a job. Write --join HOST:PORT, such as localhost:9008."
+    def parse(control: str, credentials: Credentials) -> _Place:
+        """Without a scheme, it is the one that a job with the same credentials has."""
+        # A token may be in it.
+        shown = "What --join names" if any(mark in control for mark in "?#@") else repr(control)
+        advice = f"{shown} is not the address of a job. Write --join HOST:PORT, such as localhost:9008."
+        default = "https" if credentials.serves_tls else "http"
         try:
-            parts = urllib.parse.urlsplit(control if "://" in control else f"http://{control}")
+            parts = urllib.parse.urlsplit(control if "://" in control else f"{default}://{control}")
             port = parts.port
         except ValueError:
             raise SettingsError(advice) from None
@@ -119,18 +169,25 @@ class _Place:
             raise SettingsError(advice)
         return _Place(parts.hostname, port, parts.scheme == "https")
 
-    def connect(self, timeout_s: float) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self.is_encrypted else http.client.HTTPConnection
-        return kind(self.host, self.port, timeout=timeout_s)
+    def of_job(self, control: str, entry: keyring.Entry) -> str:
+        """Where a job of this machine is: `control`, or the address that the job has taken, if that is sure to do."""
+        is_known = is_loopback_host(self.host) or not entry.listens_everywhere
+        return entry.url if is_known and entry.scheme == "http" else control
+
+    def connect(self, credentials: Credentials, timeout_s: float) -> http.client.HTTPConnection:
+        if not self.is_encrypted:
+            return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        context = credentials.client_context()
+        return http.client.HTTPSConnection(self.host, self.port, timeout=timeout_s, context=context)
 
 
-def _ask(place: _Place, address: str, token: str, *, timeout_s: float) -> str | None:
+def _ask(place: _Place, address: str, credentials: Credentials, *, timeout_s: float) -> str | None:
     """Ask the job once to let the worker in. None if it does, a reason if it may later; raises if it never will."""
     headers = {"content-type": "application/json"}
-    if token:
+    if credentials.token:
         # Headers are sent as Latin-1, whatever the token is made of.
-        headers["authorization"] = f"Bearer {token.strip()}".encode().decode("latin-1")
-    connection = place.connect(timeout_s)
+        headers["authorization"] = f"Bearer {credentials.token.strip()}".encode().decode("latin-1")
+    connection = place.connect(credentials, timeout_s)
     try:
         connection.request("POST", "/workers", json.dumps({"address": address}), headers)
         response = connection.getresponse()

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pyarrow as pa
 
+from anabranch.core.gather import gathered
 from anabranch.worker.rows import Shape, VariableCodec
 from anabranch.worker.table import RowTable
 
@@ -21,7 +22,7 @@ class KnownKeys:
 
     def missing(self, keys: pa.Table) -> pa.Table:
         """Those of the keys that are not in the set."""
-        return keys.take(pa.array(np.flatnonzero(self._find(keys) < 0)))
+        return gathered(keys, np.flatnonzero(self._find(keys) < 0))
 
     def add(self, keys: pa.Table) -> None:
         encoded = self._codec.encode_keys(keys)
@@ -37,12 +38,12 @@ class KnownKeys:
             candidates = encoded.take(new)
             self._table.reserve(len(candidates))
             _, first = np.unique(self._table.put(candidates.hashes, candidates.keys), return_index=True)
-        return keys.take(pa.array(new[np.sort(first)]))
+        return gathered(keys, new[np.sort(first)])
 
     def without(self, changes: pa.Table) -> pa.Table:
         """The changes of keys that are not in the set."""
         found = self._find(changes)
-        return changes if (found < 0).all() else changes.take(pa.array(np.flatnonzero(found < 0)))
+        return changes if (found < 0).all() else gathered(changes, np.flatnonzero(found < 0))
 
     def _find(self, rows: pa.Table) -> np.typing.NDArray[np.int32]:
         encoded = self._codec.encode_keys(rows)

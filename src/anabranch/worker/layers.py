@@ -7,6 +7,7 @@ sees every key correctly at every moment.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -15,15 +16,19 @@ from contextlib import contextmanager
 import numpy as np
 import pyarrow as pa
 
-from anabranch.core.errors import EpochError
+from anabranch.core.errors import EpochError, WorkerError
 from anabranch.core.eventtime import FIRST_TIME, EventTime
 from anabranch.core.schemas import Layout, VariableKind
+from anabranch.worker.allocation import give_back_after
+from anabranch.worker.codec import batches_of
 from anabranch.worker.due import DueIndex
 from anabranch.worker.known import KnownKeys
 from anabranch.worker.layer import Layer, ValueLayer, make_layer, read_through
 from anabranch.worker.rows import Entries, Keys, Rows, VariableCodec
 from anabranch.worker.stores import Store
 from anabranch.worker.table import RowTable
+
+logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 1 << 16
 #: Keys of a new layer that are looked up, to estimate how many of them are new.
@@ -45,6 +50,8 @@ class VariableState:
         self._oldest: int | None = None
         #: The epochs that are being read now, each by how many.
         self._readers: Counter[int] = Counter()
+        #: The keys of the newest layer, some of them several times; they share the memory of its changes.
+        self._latest = self._codec.no_keys()
         #: When rows are due, since somebody first asked.
         self._due: DueIndex | None = None
         #: Held while layers are merged into the store, or the store loses key groups.
@@ -67,25 +74,38 @@ class VariableState:
 
         An epoch newer than the newest layer has the same state as that.
         """
+        return self._codec.decode_answers(self._entries(keys, epoch))
+
+    def read_in_batches(self, keys: pa.Table | pa.RecordBatch, epoch: int) -> Iterator[pa.RecordBatch]:
+        """The same, found now, and decoded in batches of bounded size while they are consumed: at least one."""
+        return self._codec.answers_of(self._entries(keys, epoch))
+
+    def _entries(self, keys: pa.Table | pa.RecordBatch, epoch: int) -> Entries:
         wanted = self._codec.encode_keys(keys)
         with self._reading(epoch) as layers:
             entries = read_through(wanted, layers, self._store, self._shape)
-        return self._codec.decode_answers(self._by_position(entries))
+        return self._by_position(entries)
 
     def add_layer(self, epoch: int, changes: pa.Table) -> None:
-        """Make the changes of an epoch, ``layout.changes``, part of the state."""
+        """Make the changes of an epoch, ``layout.changes``, part of the state.
+
+        If nobody else holds them, they are let go of bit by bit: they are never here twice.
+        """
         self._check_new(epoch)
-        layer = make_layer(epoch, self._codec.encode_changes(changes), self._shape)
+        due = self._due
+        times = None if due is None else due.of_table(changes)
+        batches = batches_of(changes)
+        del changes
+        layer = make_layer(epoch, self._codec.encode_batches(batches), self._shape)
+        layer.times = times
         if isinstance(layer, ValueLayer):
             layer.growth = self._growth_of(layer)
-        due = self._due
-        if due is not None:
-            layer.times = due.of_table(changes)
         with self._changed:
             self._check_new(epoch)
             if self._due is not None and self._due is not due:
                 layer.times = self._due.of_encoded(layer.changes)
             self._layers = (*self._layers, layer)
+            self._latest = Keys(layer.changes.hashes, layer.changes.keys)
 
     def drop_layers_after(self, epoch: int) -> None:
         """Roll back: forget the epochs after this one."""
@@ -106,7 +126,9 @@ class VariableState:
                     return
                 oldest = self._oldest = folding[-1].epoch
                 self._changed.wait_for(lambda: not any(epoch < oldest for epoch in self._readers))
+            folded_rows, folded_bytes = sum(len(layer.changes) for layer in folding), 0
             for layer in folding:
+                folded_bytes += layer.size_bytes
                 self._store.apply(layer.changes)
                 # Before the layer goes: an entry too many is harmless. (An index that is made meanwhile finds the rows
                 # in the store.)
@@ -118,6 +140,10 @@ class VariableState:
                     self._layers = tuple(kept for kept in self._layers if kept is not layer)
             if (due := self._due) is not None:
                 due.tidy(self._store)
+        # Only now is free what is replaced, and what the changes were in.
+        folding.clear()
+        del layer
+        give_back_after(folded_rows, folded_bytes)
 
     def scan(
         self, epoch: int, groups: Collection[int] | None = None, without: pa.Table | None = None
@@ -145,20 +171,33 @@ class VariableState:
         *,
         since: int = FIRST_TIME,
         whole_keys: bool = False,
-    ) -> pa.Table:
+    ) -> Iterator[pa.RecordBatch]:
         """The rows, ``layout.rows``, of these key groups as of an epoch whose time is not after another, in no order.
 
-        With ``whole_keys``, all rows of all keys that have such a row, unless its time is before ``since``.
+        With ``whole_keys``, all rows of all keys that have such a row, unless its time is before ``since``. They are
+        those of the moment of the call, in batches of bounded size.
         """
         index = self._index_of(event_time)
         with self._reading(epoch) as layers:
             keys = index.candidates(layers, groups, since, up_to)
             entries = read_through(keys, layers, self._store, self._shape)
         of = keys.take(entries.index)
-        rows = pa.Table.from_batches(
-            [self._codec.decode_rows(Rows(of.hashes, of.keys, entries.subkeys, entries.values))]
-        )
-        return rows if whole_keys else rows.filter(event_time.is_over(rows, up_to))
+        batches = self._codec.rows_of(Rows(of.hashes, of.keys, entries.subkeys, entries.values))
+        return batches if whole_keys else (batch.filter(event_time.is_over(batch, up_to)) for batch in batches)
+
+    def latest(self, epoch: int, groups: Collection[int]) -> Iterator[pa.RecordBatch]:
+        """All rows, ``layout.rows``, as of an epoch, of those keys of these key groups that the newest layer changed.
+
+        It may be in the store by now. In batches of bounded size.
+        """
+        mine = self._latest.take(self._shape.chosen(groups)[self._shape.groups_of(self._latest.hashes)])
+        distinct = RowTable(self._shape.key_width, 0)
+        _add(distinct, mine)
+        keys = Keys(distinct.hashes(distinct.rows()), distinct.keys(distinct.rows()))
+        with self._reading(epoch) as layers:
+            entries = read_through(keys, layers, self._store, self._shape)
+        of = keys.take(entries.index)
+        return self._codec.rows_of(Rows(of.hashes, of.keys, entries.subkeys, entries.values))
 
     def expect_unnoticed(self, groups: Collection[int]) -> None:
         """These key groups are in the store from now on, without having been loaded."""
@@ -295,9 +334,14 @@ class VariableState:
         sample = keys.take(np.arange(0, len(keys), len(keys) // _GROWTH_SAMPLES + 1))
         if not len(sample):
             return 0
-        with self._reading(layer.epoch) as layers:
-            before = len(read_through(sample, layers, self._store, self._shape))
-            after = len(read_through(sample, (*layers, layer), self._store, self._shape))
+        try:
+            with self._reading(layer.epoch) as layers:
+                before = len(read_through(sample, layers, self._store, self._shape))
+                after = len(read_through(sample, (*layers, layer), self._store, self._shape))
+        except WorkerError as error:
+            # An estimate is not worth an epoch. Whoever needs the state of these keys will say what is wrong.
+            logger.warning("how much state variable '%s' grows is not known: %s", self._name, error)
+            return 0
         return round((after - before) * len(keys) / len(sample))
 
     def _changed_keys(self, layers: Collection[Layer], groups: Collection[int] | None, seen: RowTable) -> Keys:
@@ -317,11 +361,11 @@ class VariableState:
         for start in range(0, len(entries), _BATCH_ROWS):
             part = entries.take(np.arange(start, min(start + _BATCH_ROWS, len(entries))))
             keys = changed.take(part.index)
-            yield self._codec.decode_rows(Rows(keys.hashes, keys.keys, part.subkeys, part.values))
+            yield from self._codec.rows_of(Rows(keys.hashes, keys.keys, part.subkeys, part.values))
         for rows in below:
             rest = rows.take(seen.find(rows.hashes, rows.keys) < 0) if len(seen) else rows
             if len(rest):
-                yield self._codec.decode_rows(rest)
+                yield from self._codec.rows_of(rest)
 
 
 def _add(table: RowTable, keys: Keys) -> None:

@@ -8,7 +8,6 @@ which has the same state, takes its place.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -19,10 +18,12 @@ import pyarrow as pa
 
 from anabranch.core.errors import AnabranchError
 from anabranch.core.eventtime import FIRST_TIME, LAST_TIME, EventTime
+from anabranch.core.gather import gathered
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH
+from anabranch.runtime.scheduler import Scheduler
+from anabranch.runtime.threads import THREADS
 from anabranch.worker.adoption import Adoption, Brought, MakeOrigin
-from anabranch.worker.background import in_background
 from anabranch.worker.layers import VariableState
 from anabranch.worker.origins import Flags, Hashes
 
@@ -58,7 +59,9 @@ class Migration:
         make_origin: MakeOrigin,
         groups: Collection[int],
         key_groups: int,
+        scheduler: Scheduler = THREADS,
     ) -> None:
+        self._scheduler = scheduler
         self._state = state
         self._source = source
         self._make_origin = make_origin
@@ -71,10 +74,10 @@ class Migration:
         self._due_since: npt.NDArray[np.int64] = np.full(key_groups, FIRST_TIME, dtype=np.int64)
         self._due_by: EventTime | None = None
         #: Held while keys are fetched, so that no two threads fetch the same.
-        self._fetching = threading.Lock()
+        self._fetching = scheduler.lock()
         #: Held while rows are loaded. Whether their group is still pending is asked anew: if it is not, they are here,
         #: and may have been changed since.
-        self._loading = threading.Lock()
+        self._loading = scheduler.lock()
         #: What goes on in this one's place, once the source has failed.
         self._from_checkpoint: Adoption | None = None
         self.brought = Brought()
@@ -96,7 +99,7 @@ class Migration:
             return
         with self._fetching:
             if self._from_checkpoint is None:
-                missing = self._known.missing(keys.take(pa.array(mine)))
+                missing = self._known.missing(gathered(keys, mine))
                 if not len(missing):
                     return
                 try:
@@ -146,7 +149,7 @@ class Migration:
         if chosen and self._from_checkpoint is None:
             bring = partial(self._bring, chosen, can_wait=can_wait)
             try:
-                self.rows_per_group = (in_background(bring) if can_wait else bring()) / len(chosen)
+                self.rows_per_group = (self._scheduler.in_background(bring) if can_wait else bring()) / len(chosen)
             except AnabranchError as error:
                 self._fall_back(error)
             with self._loading:
@@ -210,7 +213,7 @@ class Migration:
 
     def _still_pending(self, changes: pa.Table) -> pa.Table:
         pending = self._pending[key_groups_of(changes.column(HASH).to_numpy(), len(self._pending))]
-        return changes if pending.all() else changes.take(pa.array(np.flatnonzero(pending)))
+        return changes if pending.all() else gathered(changes, np.flatnonzero(pending))
 
     def _fall_back(self, error: AnabranchError) -> None:
         with self._loading:
@@ -219,7 +222,7 @@ class Migration:
             logger.warning("state comes from the checkpoint instead of its former owner: %s", error)
             pending = [int(group) for group in np.flatnonzero(self._pending)]
             self._from_checkpoint = Adoption(
-                self._state, self._make_origin(pending), pending, len(self._pending), self._known
+                self._state, self._make_origin(pending), pending, len(self._pending), self._known, self._scheduler
             )
             self._from_checkpoint.brought = self.brought
 

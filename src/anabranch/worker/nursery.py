@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from anabranch.core.errors import AnabranchError
+from anabranch.wire.credentials import Credentials
 from anabranch.wire.descriptors import receive, send
 from anabranch.worker import compaction
 from anabranch.worker.process import WorkerOptions, run_worker
@@ -78,7 +79,7 @@ def _run(options: dict[str, Any]) -> None:
     if "compaction" in options:
         compaction.main(options["compaction"])
     else:
-        run_worker(WorkerOptions(**options))
+        run_worker(WorkerOptions(**{**options, "credentials": Credentials(**options["credentials"])}))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.snapshots import SnapshotFile, read_snapshot_rows
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.eventtime import EventTime
+from anabranch.core.gather import gathered
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, Layout
 from anabranch.worker.peers import as_puts
@@ -88,7 +89,7 @@ class CheckpointOrigin:
             table, hashes = self._load(file)
             rows = selection.rows(hashes)
             if len(rows):
-                yield table if len(rows) == len(table) else table.take(pa.array(rows))
+                yield table if len(rows) == len(table) else gathered(table, rows)
 
     def due(self, groups: Flags, event_time: EventTime, up_to: int) -> Hashes:
         # Rows may have changed in a later file; finding that out would cost more than bringing them.

@@ -11,13 +11,14 @@ import pyarrow as pa
 
 from anabranch.core.eventtime import EventTime
 from anabranch.core.schemas import INDEX, Layout, Op
-from anabranch.wire.client import WorkerClient, connections
+from anabranch.wire import frames
+from anabranch.wire.client import WorkerClient
+from anabranch.wire.credentials import Credentials
 from anabranch.wire.messages import KEYS, FetchDue, FetchGroups, FetchKeys
+from anabranch.worker.parts import PRODUCTION, Connect
 
 #: The name of the one table of the answer to FetchKeys.
 ENTRIES = "entries"
-#: Keys of one request.
-_KEYS_PER_FETCH = 500_000
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Peer:
     as_of: int
     #: After so long without an answer, the checkpoint takes the peer's place.
     timeout_s: float
-    token: str
+    credentials: Credentials
     job: str
     generation: int
 
@@ -36,7 +37,8 @@ class Peer:
 class PeerOrigin:
     """The frozen state of one variable on a peer."""
 
-    def __init__(self, peer: Peer, stage: int, layout: Layout) -> None:
+    def __init__(self, peer: Peer, stage: int, layout: Layout, connect: Connect = PRODUCTION.connect) -> None:
+        self._connect = connect
         self._peer = peer
         self._layout = layout
         self._numbers: dict[str, Any] = {
@@ -50,10 +52,10 @@ class PeerOrigin:
     def fetch(self, keys: pa.Table) -> Iterator[pa.Table]:
         """All entries of these keys, as changes. A key without any does not exist."""
         wanted = keys.select(self._layout.keys.names)
-        for start in range(0, len(wanted), _KEYS_PER_FETCH):
-            chunk = wanted.slice(start, _KEYS_PER_FETCH)
+        for _, chunk in frames.slices(wanted) if len(wanted) else ():
             _, tables = self._client().call(FetchKeys(**self._numbers), {KEYS: chunk})
-            yield as_puts(entries_of(chunk, tables[ENTRIES]), self._layout)
+            for rows in entries_of(chunk, tables[ENTRIES]):
+                yield as_puts(rows, self._layout)
 
     def scan(self, groups: Collection[int], *, can_wait: bool = False) -> Iterator[pa.Table]:
         """All rows of these key groups, as changes, in bounded pieces."""
@@ -81,14 +83,27 @@ class PeerOrigin:
             yield as_puts(pa.Table.from_batches([batch]), self._layout)
 
     def _client(self) -> WorkerClient:
-        return connections.get(self._peer.address, timeout_s=self._peer.timeout_s, token=self._peer.token)
+        peer = self._peer
+        return self._connect(peer.address, timeout_s=peer.timeout_s, credentials=peer.credentials)
 
 
-def entries_of(keys: pa.Table, answers: pa.Table) -> pa.Table:
-    """Whole rows (``layout.rows``) from keys and the answers to a read of them."""
-    of_keys = keys.take(answers.column(INDEX))
-    rows = answers.drop_columns([INDEX])
-    return pa.table([*of_keys.columns, *rows.columns], names=[*of_keys.schema.names, *rows.schema.names])
+def entries_of(keys: pa.Table, answers: pa.Table) -> Iterator[pa.Table]:
+    """Whole rows (``layout.rows``) from keys and the answers to a read of them, in pieces of bounded size.
+
+    A key is repeated for each of its entries: of a long list, that is many times what came in a message.
+    """
+    waiting = [answers]
+    while waiting:
+        part = waiting.pop()
+        index = part.column(INDEX).to_numpy()
+        first, last = (int(index[0]), int(index[-1])) if len(part) else (0, -1)
+        own = keys.slice(first, last + 1 - first)
+        if len(part) > 1 and own.nbytes * np.bincount(index - first).max() > frames.MESSAGE_BYTES:
+            half = len(part) // 2
+            waiting += [part.slice(half), part.slice(0, half)]
+            continue
+        of_keys, rows = own.take(pa.array(index - first)), part.drop_columns([INDEX])
+        yield pa.table([*of_keys.columns, *rows.columns], names=[*of_keys.schema.names, *rows.schema.names])
 
 
 def as_puts(rows: pa.Table, layout: Layout) -> pa.Table:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import json
 import logging
 import os
@@ -15,14 +14,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pandas  # noqa: F401  Arrow loads it for the first array that it makes: let no epoch wait for that
 
 from anabranch.core.errors import SettingsError, WorkerError
 from anabranch.core.ids import WorkerId
-from anabranch.worker.join import join
+from anabranch.wire.credentials import Credentials, is_loopback_host
+from anabranch.wire.keyring import user_token
+from anabranch.worker.join import JOIN_TIMEOUT_S, find_job, join
 from anabranch.worker.service import StateService
 from anabranch.worker.storeoptions import StoreOptions
 
@@ -40,10 +41,11 @@ class WorkerOptions:
     #: 0: any free one.
     port: int
     store: str
-    redis_url: str
+    redis_url: str = field(repr=False)
     #: Where local state goes; None: a temporary directory.
     state_path: str | None
-    token: str
+    #: A token is needed, unless one is found that programs of the same user share.
+    credentials: Credentials
     worker_id: str
     #: Stop when standard input ends, that is, when the process that started this one is gone.
     exit_with_parent: bool
@@ -53,7 +55,6 @@ class WorkerOptions:
 
 def run_worker(options: WorkerOptions) -> None:
     """Serve until SIGTERM, SIGINT, or the parent's end. Prints one line of JSON when ready."""
-    _check_exposure(options)
     _check_port(options.host, options.port)
     stop, urgent = threading.Event(), threading.Event()
 
@@ -65,20 +66,22 @@ def run_worker(options: WorkerOptions) -> None:
         signal.signal(number, on_signal)
     if options.exit_with_parent:
         threading.Thread(target=_wait_for_end_of_input, args=(stop, urgent), daemon=True).start()
+    control, credentials = _job_and_credentials(options, stop)
     with _state_directory(options) as directory:
         service = StateService(
-            f"grpc://{options.host}:{options.port}",
+            _address(options.host, options.port),
             worker=WorkerId(options.worker_id),
             stores=StoreOptions(options.store, directory, options.redis_url),
-            token=options.token,
+            credentials=credentials,
         )
+        service.on_dismissed = lambda job: _on_dismissed(options, service, job, stop)
         ready = {"worker": options.worker_id, "address": f"{options.host}:{service.port}", "pid": os.getpid()}
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         logger.info("worker %s serves at %s:%d", options.worker_id, options.host, service.port)
         try:
             if options.join:
-                join(options.join, address=_address(options.host, service.port), token=options.token, stop=stop)
+                join(control, address=_address(options.host, service.port), credentials=credentials, stop=stop)
             stop.wait()
             logger.info("worker %s stops", options.worker_id)
             service.leave(patience_s=_PATIENCE_S, urgent=urgent)
@@ -86,25 +89,47 @@ def run_worker(options: WorkerOptions) -> None:
             service.close()
 
 
+def _on_dismissed(options: WorkerOptions, service: StateService, job: str, stop: threading.Event) -> None:
+    """A job goes on without this worker. One that has joined by itself has nothing left to do; others may be named."""
+    if options.exit_with_parent:
+        return  # who has started it tells it what to do
+    address = _address(options.host, service.port)
+    then = f"It stays free for others at {address}: name that in anabranch.workerAddresses, or stop it with SIGTERM."
+    if options.join and service.is_free:
+        then = "It has no other job, and ends."
+        stop.set()
+    logger.warning("the worker %s has handed over all that it had of the job %s. %s", options.worker_id, job, then)
+
+
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _check_exposure(options: WorkerOptions) -> None:
-    if not options.token and not _is_loopback(options.host):
+def _job_and_credentials(options: WorkerOptions, stop: threading.Event) -> tuple[str, Credentials]:
+    """Where the job is that the worker is to join, if there is one, and the credentials.
+
+    Every worker has a token: the one that it was given, that of the job it is to join, or its user's own.
+    """
+    control, credentials = options.join, options.credentials
+    credentials.check()
+    is_near = is_loopback_host(options.host)
+    if options.join:
+        control, credentials = find_job(options.join, credentials, stop, timeout_s=JOIN_TIMEOUT_S)
+    elif is_near and not credentials.token:
+        credentials = replace(credentials, token=user_token())
+    if not credentials.token:
         raise SettingsError(
             f"A worker that listens on {options.host} can be reached from other machines, so it needs a token. Give "
-            "the same one to worker (--token or ANABRANCH_TOKEN) and query (anabranch.token)."
+            "the same one to worker (ANABRANCH_TOKEN) and query (anabranch.token)."
         )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    if not is_near and not credentials.serves_tls:
+        logger.warning(
+            "worker %s listens on %s without TLS: whoever listens in on the way reads the token and all state; start "
+            "it with --tls-certificate and --tls-key",
+            options.worker_id,
+            options.host,
+        )
+    return control, credentials
 
 
 def _check_port(host: str, port: int) -> None:

@@ -26,6 +26,8 @@ _UNSIGNED = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 _COUNT = np.dtype("<u4")
 _OFFSET_32 = np.dtype("<i4")
 _OFFSET_64 = np.dtype("<i8")
+#: Longer rows are taken apart row by row, shorter ones byte by byte, all at once.
+_LONG_ROW_BYTES = 512
 
 
 @dataclass
@@ -130,10 +132,23 @@ class RowFormat:
         piece_lengths[:, 0] = self.head_width
         for i, name in enumerate(self._fields[-self.segments :], start=1):
             piece_lengths[:, i] = fields[name]
+        if len(data) > _LONG_ROW_BYTES * rows:
+            return self.unpack(heads, _cut(piece_lengths, data), rows)
         # Of every byte, the piece that it belongs to: then each piece is one selection of bytes.
         piece_of = np.repeat(np.tile(np.arange(1 + self.segments, dtype=np.uint16), rows), piece_lengths.ravel())
         segments = [(piece_lengths[:, i], data[piece_of == i]) for i in range(1, 1 + self.segments)]
         return self.unpack(heads, segments, rows)
+
+
+def _cut(piece_lengths: npt.NDArray[np.int64], data: _Bytes) -> list[tuple[_Lengths, _Bytes]]:
+    """All pieces of rows but the first, one after the other: for rows so long that a loop over them costs little."""
+    ends = np.cumsum(piece_lengths.ravel()).reshape(piece_lengths.shape)
+    view = data.data
+    segments = []
+    for i in range(1, piece_lengths.shape[1]):
+        cut = [view[start:end] for start, end in zip(ends[:, i - 1].tolist(), ends[:, i].tolist(), strict=True)]
+        segments.append((piece_lengths[:, i], np.frombuffer(b"".join(cut), np.uint8)))
+    return segments
 
 
 class _Null:

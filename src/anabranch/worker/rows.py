@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,15 @@ import pyarrow as pa
 from anabranch.core.errors import WorkerError
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, OP, Layout, VariableKind
-from anabranch.worker.codec import Encoded, RowCodec, size_bytes, take
+from anabranch.wire import frames
+from anabranch.worker.codec import Encoded, RowCodec, batches_of, pieces, size_bytes, take
 
 Hashes = npt.NDArray[np.int64]
 #: Positions, or one truth value per row.
 Selection = npt.NDArray[Any]
+
+#: Rows are decoded in batches of which so many make a message: what that takes for a moment is a multiple of a batch.
+_BATCHES_PER_MESSAGE = 4
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,17 @@ class VariableCodec:
         return Keys(np.empty(0, dtype=np.int64), self.key.empty())
 
     def encode_changes(self, data: pa.Table | pa.RecordBatch) -> Changes:
+        return self.encode_batches(batches_of(data))
+
+    def encode_batches(self, batches: list[pa.RecordBatch]) -> Changes:
+        """Changes in batches, at least one, which are taken out of the list: what is encoded can be freed."""
+        parts = []
+        batches.reverse()
+        while batches:
+            parts.append(self._encode_batch(batches.pop()))
+        return parts[0] if len(parts) == 1 else Changes.concat(parts)
+
+    def _encode_batch(self, data: pa.RecordBatch) -> Changes:
         return Changes(
             _numbers(data, HASH, np.int64),
             _numbers(data, OP, np.int8),
@@ -176,6 +191,17 @@ class VariableCodec:
             self.subkey.encode(data),
             self.value.encode(data),
         )
+
+    def answers_of(self, entries: Entries) -> Iterator[pa.RecordBatch]:
+        """Entries as answers to a read, in batches of bounded size: at least one."""
+        for piece in pieces((entries.subkeys, entries.values), frames.MESSAGE_BYTES // _BATCHES_PER_MESSAGE):
+            yield self.decode_answers(Entries(entries.index[piece], entries.subkeys[piece], entries.values[piece]))
+
+    def rows_of(self, rows: Rows) -> Iterator[pa.RecordBatch]:
+        """Whole rows, in batches of bounded size: at least one."""
+        columns = (rows.keys, rows.subkeys, rows.values)
+        for piece in pieces(columns, frames.MESSAGE_BYTES // _BATCHES_PER_MESSAGE):
+            yield self.decode_rows(Rows(rows.hashes[piece], *(column[piece] for column in columns)))
 
     def decode_answers(self, entries: Entries) -> pa.RecordBatch:
         columns = [
@@ -199,4 +225,5 @@ def _numbers(data: pa.Table | pa.RecordBatch, name: str, dtype: npt.DTypeLike) -
     column = data.column(name)
     if column.null_count:
         raise WorkerError(f"The column {name} has nulls. Run the same version of anabranch everywhere.")
-    return np.ascontiguousarray(column.to_numpy(), dtype=dtype)
+    # A copy: a view would keep all of the message alive that the column came with.
+    return np.array(column.to_numpy(), dtype=dtype)

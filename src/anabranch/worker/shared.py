@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from anabranch.core.errors import WorkerError
+from anabranch.core.ids import checked_job_id
 from anabranch.worker.layers import VariableState
 from anabranch.worker.stores.redis import RedisConnection, RedisStore, delete_prefix
 
 
 def prefix_of(job: str) -> str:
     """What the names of everything that belongs to a job begin with."""
-    return f"anabranch:{job}"
+    return f"anabranch:{checked_job_id(job)}"
 
 
 def wipe(connection: RedisConnection, job: str) -> None:
@@ -28,11 +30,25 @@ class SharedState:
         self._stores = list(stores)
         self._incarnations: dict[int, str] = {}
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether some key group is of no use any more."""
+        return any(store.is_lost for store in self._stores)
+
+    def look(self) -> None:
+        """Find out whether the shared store still has everything."""
+        for store in self._stores:
+            store.look()
+
     def hand_over(self, groups: Collection[int], epoch: int) -> list[dict[str, Any]]:
-        """Leave these key groups to others, as of an epoch; answers where they are: {"incarnation", "groups"}."""
+        """Leave these key groups to others, as of an epoch; answers where they are.
+
+        That is {"incarnation", "groups", "versions"}: a Redis with older ones, when they are taken over, was set back.
+        """
         for state in self._states:
             state.fold(epoch)
             state.forget_due(groups)
+        versions = self._versions(groups)
         for store in self._stores:
             store.hand_over(groups)
         by_incarnation: dict[str, list[int]] = {}
@@ -40,7 +56,10 @@ class SharedState:
             incarnation = self._incarnations.pop(group, None)
             if incarnation is not None:
                 by_incarnation.setdefault(incarnation, []).append(group)
-        return [{"incarnation": name, "groups": of_it} for name, of_it in by_incarnation.items()]
+        return [
+            {"incarnation": name, "groups": of_it, "versions": [versions[group] for group in of_it]}
+            for name, of_it in by_incarnation.items()
+        ]
 
     def take_over(
         self, wanted: Collection[int], offers: Iterable[Mapping[str, Any]], new_incarnation: str
@@ -51,28 +70,46 @@ class SharedState:
         for offer in offers:
             offered = fresh.intersection(offer["groups"])
             if offered:
-                missing = self._use(offered, offer["incarnation"])
-                there |= offered - missing
+                least = dict(zip(offer["groups"], offer["versions"], strict=True))
+                there |= self._go_on(offered, offer["incarnation"], least)
                 fresh -= offered
         if fresh:
-            self._use(fresh, new_incarnation)
+            self._begin(fresh, new_incarnation)
         return frozenset(there)
 
     def forget(self, groups: Collection[int]) -> None:
         for group in groups:
             self._incarnations.pop(group, None)
 
-    def _use(self, groups: Collection[int], incarnation: str) -> frozenset[int]:
-        missing: frozenset[int] = frozenset()
-        for store in self._stores:
-            missing |= store.use(groups, incarnation)
-        if missing:
-            # A part of a key group is not enough: what one variable lacks, all lack.
-            for store in self._stores:
-                store.drop_groups(missing)
-                store.use(missing, incarnation)
+    def _go_on(self, groups: Collection[int], incarnation: str, least: Mapping[int, int]) -> frozenset[int]:
+        """Use key groups that others have left; answers with those that are whole, and at least of these versions."""
+        made = [store.use(groups, incarnation) for store in self._stores]
+        versions = self._versions(groups)
+        older = {group for group in groups if versions[group] < least[group]}
+        # A part of a key group is not enough: what one variable lacks, all lack.
+        missing = older.union(*made)
+        self._empty(missing, incarnation)
         self._incarnations.update(dict.fromkeys(groups, incarnation))
-        return missing
+        return frozenset(groups) - missing
+
+    def _begin(self, groups: Collection[int], incarnation: str) -> None:
+        """Use key groups that are empty."""
+        made = [store.use(groups, incarnation) for store in self._stores]
+        # Whatever an earlier attempt at the same assignment has left there is no state.
+        self._empty(frozenset(groups).difference(frozenset.intersection(*made)), incarnation)
+        self._incarnations.update(dict.fromkeys(groups, incarnation))
+
+    def _empty(self, groups: Collection[int], incarnation: str) -> None:
+        for store in self._stores if groups else ():
+            store.drop_groups(groups)
+            store.use(groups, incarnation)
+
+    def _versions(self, groups: Collection[int]) -> dict[int, int]:
+        """The versions of key groups: the sum of those of all variables, none of which ever falls."""
+        total: Counter[int] = Counter()
+        for store in self._stores:
+            total.update(store.versions(groups))
+        return total
 
 
 def refuse_shared(offers: Collection[Any]) -> None:

@@ -6,9 +6,14 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from anabranch.core.errors import EpochError
+from anabranch.core.errors import EpochError, WorkerError
+from anabranch.core.gather import PART_BYTES
 from anabranch.core.requests import StageAttempt
+from anabranch.core.schemas import OP, Op
+from anabranch.wire import messages
+from anabranch.worker.allocation import give_back_after
 
 #: Changes by state variable.
 Tables = dict[str, pa.Table]
@@ -59,4 +64,26 @@ class Staging:
             for piece in self._pieces.get(attempt, []):
                 for variable, table in piece.items():
                     parts.setdefault((attempt.stage, variable), []).append(table)
-        return {variable: pa.concat_tables(tables).combine_chunks() for variable, tables in parts.items()}
+        tables = [table for of_variable in parts.values() for table in of_variable]
+        give_back_after(sum(map(len, tables)), sum(table.nbytes for table in tables))  # what receiving them took
+        return {variable: _whole(tables) for variable, tables in parts.items()}
+
+
+def _whole(parts: list[pa.Table]) -> pa.Table:
+    """Small parts in one piece, which is faster to work with; large ones as they are, without another copy."""
+    table = pa.concat_tables(parts)
+    return table.combine_chunks() if table.nbytes <= PART_BYTES else table
+
+
+def keys_in(tables: Tables) -> pa.Table:
+    """The keys that a read asks for."""
+    keys = tables.get(messages.KEYS)
+    if keys is None:
+        raise WorkerError("A read came without keys. Run the same version of anabranch everywhere.")
+    return keys
+
+
+def counts_of(changes: pa.Table) -> tuple[int, int]:
+    """How many changes set an entry, and how many remove something."""
+    puts: int = pc.sum(pc.equal(changes.column(OP), Op.PUT)).as_py() or 0
+    return puts, len(changes) - puts

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from anabranch.checkpoint import paths
+from anabranch.core.ids import checked_job_id
 from anabranch.core.schemas import StageSpec
 from anabranch.worker.shared import prefix_of
 from anabranch.worker.stores import Store, open_store
@@ -29,7 +30,7 @@ class StoreOptions:
 
     def folder(self, job: str) -> Path | None:
         """Where the files of a job are."""
-        return None if self.directory is None else self.directory / job
+        return None if self.directory is None else self.directory / checked_job_id(job)
 
     def open(self, job: str, spec: StageSpec, variable: str, key_groups: int) -> Store:
         """The store of one state variable."""

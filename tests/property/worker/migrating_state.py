@@ -97,7 +97,7 @@ def looked_up(state: VariableState, keys: list[str], epoch: int = NOW) -> Model:
 def due(state: VariableState, groups: Collection[int], up_to: int, epoch: int = NOW) -> Model:
     """The entries of these key groups whose value is not above a number."""
     found: Model = {}
-    for row in state.due(epoch, groups, BY_VALUE, up_to).to_pylist():
+    for row in pa.Table.from_batches(state.due(epoch, groups, BY_VALUE, up_to)).to_pylist():
         entries = found.setdefault(row["k"], {})
         assert _subkey_of(row) not in entries
         entries[_subkey_of(row)] = row["n"]
@@ -133,7 +133,8 @@ class Frozen:
             self._before.fetch(keys.column(HASH).to_numpy(), keys)
         wanted = keys.select(self._state.layout.keys.names)
         answers = pa.Table.from_batches([self._state.read(wanted, NOW)])
-        yield as_puts(entries_of(wanted, answers), self._state.layout)
+        for rows in entries_of(wanted, answers):
+            yield as_puts(rows, self._state.layout)
 
     def due(self, groups: Collection[int], event_time: EventTime, since: int, up_to: int) -> Iterator[pa.Table]:
         self._check()
@@ -141,7 +142,7 @@ class Frozen:
         if self._before is not None:
             self._before.fetch_due(groups, event_time, up_to)
         rows = self._state.due(NOW, groups, event_time, up_to, since=since, whole_keys=True)
-        yield from self._pieces(rows.to_batches())
+        yield from self._pieces(rows)
 
     def scan(self, groups: Collection[int], *, can_wait: bool = False) -> Iterator[pa.Table]:
         self._check()

@@ -102,14 +102,16 @@ class Timed:
         groups = self.draw(st.sets(st.integers(0, GROUPS - 1))) & self.groups
         up_to = self.draw(st.sampled_from(TIMES))
         for epoch in range(self.state.oldest or 0, self.epoch + 1):
-            found = self.state.due(epoch, groups, self.event_time, up_to)
+            found = pa.Table.from_batches(self.state.due(epoch, groups, self.event_time, up_to))
             assert counted(found) == self.oracle(epoch, groups, up_to)
 
     def ask_for_keys(self) -> None:
         """All rows of the keys that have something due."""
         up_to = self.draw(st.sampled_from(TIMES))
         since = self.draw(st.sampled_from(TIMES))
-        found = self.state.due(self.epoch, self.groups, self.event_time, up_to, since=since, whole_keys=True)
+        found = pa.Table.from_batches(
+            self.state.due(self.epoch, self.groups, self.event_time, up_to, since=since, whole_keys=True)
+        )
         everything = pa.Table.from_batches(list(self.state.scan(self.epoch, self.groups)), schema=self.layout.rows)
         keys = self.layout.key.names
         times = self.event_time.of(everything).to_pylist()
@@ -168,7 +170,7 @@ def test_what_is_due_is_what_a_look_at_all_rows_finds(data: st.DataObject, redis
         for step in data.draw(st.lists(st.sampled_from([*STEPS, "go_unnoticed"]), min_size=4, max_size=25)):
             getattr(timed, step)()
         for up_to in TIMES:
-            found = timed.state.due(timed.epoch, range(GROUPS), timed.event_time, up_to)
+            found = pa.Table.from_batches(timed.state.due(timed.epoch, range(GROUPS), timed.event_time, up_to))
             assert counted(found) == timed.oracle(timed.epoch, range(GROUPS), up_to)
         timed.state.close()
 
@@ -190,10 +192,10 @@ def test_the_index_does_not_grow_with_changes_that_are_over() -> None:
     for epoch in range(50):
         ops = np.full(100, Op.PUT, np.int8)
         state.add_layer(epoch, pa.table([keys * 7919, ops, keys, keys, keys + epoch * 1000], schema=layout.changes))
-        assert state.due(epoch, range(GROUPS), event_time, epoch - 1).num_rows == 0
+        assert pa.Table.from_batches(state.due(epoch, range(GROUPS), event_time, epoch - 1)).num_rows == 0
         state.fold(epoch)
     index = state._due
     assert index is not None
     assert len(index) <= 400
     assert len(index._runs) < 10
-    assert state.due(50, range(GROUPS), event_time, 49_049).num_rows == 50
+    assert pa.Table.from_batches(state.due(50, range(GROUPS), event_time, 49_049)).num_rows == 50

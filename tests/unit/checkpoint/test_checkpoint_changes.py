@@ -1,3 +1,4 @@
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anabranch.checkpoint import ChangeFile, Storage, change_file, read_changes, variable_folder, write_changes
+from anabranch.checkpoint import changes as checkpoint_changes
+from anabranch.core import gather
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Epoch, Generation, StageNumber, WorkerId
 from anabranch.core.keygroups import key_groups_of
@@ -275,3 +278,37 @@ def test_duckdb_reads_the_whole_history_of_a_variable_with_the_names_of_the_user
         assert totals.fetchall() == [(0, 200, 2 * one, 4 * one), (12, 100, one, 2 * one)]
         hashes = database.sql(f"SELECT _hash, _group FROM {history}").fetchnumpy()
         np.testing.assert_array_equal(key_groups_of(hashes["_hash"], GROUPS), hashes["_group"])
+
+
+def test_large_changes_are_written_part_by_part(
+    storage: Storage, stage: StageSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = stage.layouts["value"]
+    changes = pa.concat_tables([value_changes(layout, hashes) for hashes in np.split(random_hashes(6000), 3)])
+    whole = read_changes(storage, write(storage, layout, changes), layout, None)
+    chunks: list[int] = []
+
+    def write_from(self: Storage, path: str, content: Iterable[bytes]) -> None:
+        parts = list(content)
+        chunks.extend(map(len, parts))
+        self.write(path, b"".join(parts))
+
+    monkeypatch.setattr(Storage, "write_from", write_from)
+    monkeypatch.setattr(gather, "PART_BYTES", changes.nbytes // 10)
+    monkeypatch.setattr(checkpoint_changes, "PART_BYTES", changes.nbytes // 10)
+    file = write(storage, layout, changes, path_of(epoch=1))
+    assert read_changes(storage, file, layout, None).equals(whole)
+    assert read_changes(storage, file, layout, {5, 40}).equals(expected(changes, {5, 40}))
+    assert file.bytes == sum(chunks) == Path(storage.full_path(file.path)).stat().st_size
+    assert len(chunks) >= 10
+    assert max(chunks) < sum(chunks) / 4, "nobody holds all of the file"
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_written(storage: Storage) -> None:
+    def failing() -> Iterator[bytes]:
+        yield b"begun"
+        raise CheckpointError("no more")
+
+    with pytest.raises(CheckpointError, match=r"^no more$"):
+        storage.write_from(path_of(), failing())
+    assert list(storage.walk("")) == []

@@ -12,6 +12,7 @@ from anabranch.checkpoint import (
     generation_info,
     latest_generation,
 )
+from anabranch.checkpoint.generations import claim_next
 from anabranch.checkpoint.paths import generation_file
 from anabranch.core.errors import CheckpointError, FencedError
 from anabranch.core.ids import Generation
@@ -81,3 +82,14 @@ def test_an_older_driver_is_told_to_stop(storage: Storage) -> None:
     check_generation(storage, newer)
     with pytest.raises(FencedError, match=r"claimed generation 2 .* this driver is generation 1\..*one query"):
         check_generation(storage, older)
+
+
+def test_a_driver_that_goes_on_as_the_next_generation_does_not_pass_one_that_is_newer(storage: Storage) -> None:
+    first = claim_generation(storage, {})
+    second = claim_next(storage, first, {"host": "driver-1"})
+    assert (second, generation_info(storage, second)) == (2, {"host": "driver-1"})
+    claim_generation(storage, {})
+    claim_generation(storage, {})
+    with pytest.raises(FencedError, match=r"claimed generation 4 .* this driver is generation 2\."):
+        claim_next(storage, second, {})
+    assert latest_generation(storage) == 4

@@ -44,7 +44,7 @@ def making(folder: Path) -> Iterator[Make]:
 
     yield make
     for coordinator in made:
-        coordinator.cluster._watch._closed.set()
+        coordinator.cluster._watch.stop()
 
 
 class LoadedStandIn(StandIn):
@@ -105,7 +105,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def wait_until_started(coordinator: Coordinator) -> None:
-    wait_until(lambda: not coordinator.cluster.wishes.recruits.starting)
+    wait_until(lambda: not coordinator.cluster.starting)
 
 
 def assigns(worker: StandIn) -> list[messages.Assign]:

@@ -1,9 +1,11 @@
 """Workers as child processes: ready when start returns, gone after stop, with an error that shows the log."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -19,12 +21,21 @@ from anabranch.control import nursery as nursery_module
 from anabranch.control.launcher import EmbeddedWorkers, WorkerAddress
 from anabranch.control.nursery import Child, Nursery
 from anabranch.core.errors import WorkerError
+from anabranch.core.ids import WorkerId
 from anabranch.wire.client import WorkerClient
+from anabranch.wire.credentials import Credentials
 from anabranch.wire.messages import Health
 
 
+@pytest.fixture(autouse=True)
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs of workers that fail are left behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+
+
 def make(**options: Any) -> EmbeddedWorkers:
-    return EmbeddedWorkers(**{"store": "memory", "state_path": "", "token": "", "start_timeout_s": 60.0, **options})
+    defaults: dict[str, Any] = {"store": "memory", "state_path": "", "credentials": Credentials("t")}
+    return EmbeddedWorkers(**{**defaults, "start_timeout_s": 60.0, **options})
 
 
 def scripted(program: str) -> Nursery:
@@ -49,8 +60,8 @@ class SlowNursery(Nursery):
         self.may_return = threading.Event()
         self.may_return.set()
 
-    def start(self, options: Mapping[str, Any], timeout_s: float) -> Child:
-        child = super().start(options, timeout_s)
+    def start(self, options: Mapping[str, Any], timeout_s: float, log: Path | None = None) -> Child:
+        child = super().start(options, timeout_s, log)
         self.has_started.set()
         assert self.may_return.wait(60)
         return child
@@ -64,12 +75,12 @@ def kill(workers: EmbeddedWorkers, worker: WorkerAddress) -> None:
 
 
 def test_workers_are_ready_when_they_are_started_and_gone_when_they_are_stopped(tmp_path: Path) -> None:
-    workers = make(store="rocksdb", state_path=str(tmp_path / "state"), token="secret")
+    workers = make(store="rocksdb", state_path=str(tmp_path / "state"), credentials=Credentials("secret"))
     started = workers.start(2)
     try:
         assert [worker.worker for worker in started] == ["worker-1", "worker-2"]
         for worker in started:
-            client = WorkerClient(worker.address, timeout_s=20, token="secret")
+            client = WorkerClient(worker.address, timeout_s=20, credentials=Credentials("secret"))
             health, _ = client.call(Health())
             client.close()
             assert (health["worker"], health["pid"], health["store"]) == (worker.worker, worker.pid, "rocksdb")
@@ -82,11 +93,69 @@ def test_workers_are_ready_when_they_are_started_and_gone_when_they_are_stopped(
     workers.stop()
 
 
-def test_a_worker_that_ends_at_once_shows_its_log() -> None:
+def test_a_worker_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
     nursery = scripted("from anabranch.core.errors import WorkerError; raise WorkerError('no room on this machine')")
-    with pytest.raises(WorkerError, match=r"failed to start\. Its log ends: Error: no room on this machine"):
-        make(nursery=nursery).start(2)
+    workers = make(nursery=nursery, log_path=str(tmp_path))
+    with pytest.raises(WorkerError, match=r"failed to start\. Its log, .*, ends: Error: no room on this mac") as caught:
+        workers.start(2)
     assert children_of(nursery) == []
+    workers.stop()
+    # What the error names is there, for those who want to see all of it.
+    (named,) = re.findall(r"Its log, (.*), ends: ", str(caught.value))
+    assert Path(named).read_text() == "Error: no room on this machine\n"
+    assert Path(named).is_relative_to(tmp_path)
+    nursery.close()
+
+
+READY = """print('{"worker": "worker-1", "address": "a:1", "pid": 0}', flush=True)"""
+
+
+@pytest.mark.parametrize(
+    ("written", "is_kept"),
+    [
+        ("", False),
+        ("12:00 WARNING peers LostWorkerError: it is tried again", False),
+        ("12:00 ERROR service a request failed", True),
+        ("Traceback (most recent call last)", True),
+        ("Error: no room", True),
+    ],
+)
+def test_the_logs_of_workers_are_kept_if_they_say_what_failed(tmp_path: Path, written: str, is_kept: bool) -> None:
+    program = f"import sys; sys.stderr.write('{written}\\n'); {READY}; sys.stdin.read()"
+    nursery = scripted(program if written else f"import sys; {READY}; sys.stdin.read()")
+    workers = make(nursery=nursery, log_path=str(tmp_path))
+    workers.start(1)
+    (log,) = tmp_path.rglob("*.log")
+    assert log.name == "worker-1.log"
+    workers.stop()
+    assert log.exists() == is_kept
+    assert bool(list(tmp_path.iterdir())) == is_kept
+    nursery.close()
+
+
+def test_the_log_of_a_worker_that_is_lost_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    program = "import sys; sys.stderr.write('short of memory'); sys.stderr.flush()"
+    nursery = scripted(f"{program}; {READY}; sys.stdin.read()")
+    workers = make(nursery=nursery, log_path=str(tmp_path))
+    workers.start(1)
+    (log,) = tmp_path.rglob("*.log")
+    workers.kill(WorkerId("worker-1"))
+    workers.stop()
+    assert f"the log of the state worker worker-1, which is gone, is {log}" in caplog.text
+    assert log.read_text() == "short of memory"
+    nursery.close()
+
+
+def test_a_worker_knows_where_its_log_is(tmp_path: Path) -> None:
+    """So that what it answers can name it."""
+    name = nursery_module.LOG_VARIABLE
+    program = f"import os, sys; sys.stderr.write(os.environ[{name!r}]); sys.stderr.flush()"
+    nursery = scripted(f"{program}; {READY}; sys.stdin.read()")
+    workers = make(nursery=nursery, log_path=str(tmp_path))
+    workers.start(1)
+    (log,) = tmp_path.rglob("*.log")
+    assert log.read_text() == str(log)
+    workers.stop()
     nursery.close()
 
 
@@ -122,8 +191,8 @@ def test_only_the_end_of_a_long_log_is_shown() -> None:
     with pytest.raises(WorkerError) as caught:
         make(nursery=nursery).start(1)
     assert str(caught.value).endswith("the end")
-    assert "start" not in str(caught.value).split("Its log ends")[1]
-    assert len(str(caught.value)) < 2200
+    assert "start" not in str(caught.value).split(", ends: ")[1]
+    assert len(str(caught.value)) < 2400
     nursery.close()
 
 
@@ -176,8 +245,10 @@ def test_a_nursery_that_is_killed_while_it_is_asked_gets_a_successor(tmp_path: P
 
 
 def test_a_worker_ends_with_the_driver_even_when_that_is_killed() -> None:
-    program = "import threading; from anabranch.control.launcher import EmbeddedWorkers; "
-    program += "workers = EmbeddedWorkers(store='memory', state_path='', token='', start_timeout_s=60); "
+    program = "import threading; from anabranch.control.launcher import Credentials, EmbeddedWorkers; "
+    program += (
+        "workers = EmbeddedWorkers(store='memory', state_path='', credentials=Credentials(), start_timeout_s=60); "
+    )
     program += "print(workers.start(1)[0].pid, flush=True); threading.Event().wait()"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None

@@ -13,6 +13,7 @@ from tests.unit.control.http_job import MemoryJob
 
 from anabranch.control.http import ControlServer
 from anabranch.control.http_access import Access, Asked, is_loopback
+from anabranch.wire.credentials import Credentials
 
 NEAR, FAR = "127.0.0.1", "192.0.2.7"
 TOKEN = "geheim-ß"
@@ -174,7 +175,7 @@ def outer_address() -> str | None:
 
 @pytest.fixture
 def everywhere() -> Iterator[ControlServer]:
-    server = ControlServer(MemoryJob(), host="0.0.0.0", port=0, token=TOKEN, strict_port=True)
+    server = ControlServer(MemoryJob(), host="0.0.0.0", port=0, credentials=Credentials(TOKEN), strict_port=True)
     yield server
     server.close()
 
@@ -182,7 +183,7 @@ def everywhere() -> Iterator[ControlServer]:
 def test_no_header_changes_who_asks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
     caplog.set_level(logging.INFO, logger="anabranch")
-    server = ControlServer(MemoryJob(), host="127.0.0.1", port=0, token=TOKEN, strict_port=True)
+    server = ControlServer(MemoryJob(), host="127.0.0.1", port=0, credentials=Credentials(TOKEN), strict_port=True)
     try:
         headers = {"authorization": KNOWN, "x-forwarded-for": "192.0.2.66"}
         assert ask(server.url, "POST", "/rescale", {"workers": 3}, headers).status == 200
@@ -218,3 +219,14 @@ def test_the_rules_hold_for_clients_that_are_not_on_loopback(everywhere: Control
     assert ask(far, "GET", "/job", headers=known).status == 200
     assert "Use POST" in ask(far, "GET", "/scale?stage=3", headers=known).error
     assert ask(far, "POST", "/scale?stage=3", headers=known).status == 200
+
+
+@pytest.mark.parametrize("name", ["token", "TOKEN", "access_token", "anabranch.token"])
+def test_a_token_in_the_address_is_refused_with_what_to_do(everywhere: ControlServer, name: str) -> None:
+    near = f"http://127.0.0.1:{everywhere.port}"
+    for method, path in [("GET", "/job?"), ("GET", "/scale?stage=3&"), ("POST", "/scale?stage=3&"), ("GET", "/x?")]:
+        answer = ask(near, method, f"{path}{name}=geheim", headers={"authorization": KNOWN})
+        assert answer.status == 400
+        assert "does not belong into the address" in answer.error
+        assert "geheim" not in answer.error
+    assert len(ask(near, "GET", "/workers").json) == 2

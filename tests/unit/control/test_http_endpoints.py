@@ -29,12 +29,13 @@ from anabranch.core.errors import (
     UnsupportedError,
     WorkerError,
 )
+from anabranch.wire.credentials import Credentials
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[tuple[MemoryJob, ControlServer]]:
     job = MemoryJob()
-    server = ControlServer(job, host="127.0.0.1", port=0, token="", strict_port=True)
+    server = ControlServer(job, host="127.0.0.1", port=0, credentials=Credentials(""), strict_port=True)
     yield job, server
     server.close()
 

@@ -16,6 +16,7 @@ from anabranch.control.http_access import Access
 from anabranch.control.http_app import ControlApp
 from anabranch.control.http_endpoints import ENDPOINTS, Endpoint, Field
 from anabranch.control.openapi import SCHEMAS, description
+from anabranch.wire.credentials import Credentials
 from described import assert_described
 
 FIELDS = [field for each in ENDPOINTS for field in (*each.in_path, *each.in_query, *each.in_body)]
@@ -54,7 +55,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda each: each.name)
 def test_answers_are_as_described(endpoint: Endpoint) -> None:
-    server = ControlServer(MemoryJob(), host="127.0.0.1", port=0, token="", strict_port=True)
+    server = ControlServer(MemoryJob(), host="127.0.0.1", port=0, credentials=Credentials(""), strict_port=True)
     try:
         path, body = EXAMPLES.get(endpoint.name, (endpoint.path, None))
         answer = ask(server.url, endpoint.method, path, body)

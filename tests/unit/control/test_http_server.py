@@ -14,6 +14,7 @@ from tests.unit.control.http_job import MemoryJob
 
 from anabranch.control.http import ControlServer
 from anabranch.core.errors import SettingsError
+from anabranch.wire.credentials import Credentials
 
 Start = Callable[..., ControlServer]
 
@@ -26,7 +27,9 @@ def start() -> Iterator[Start]:
     def begin(
         job: MemoryJob | None = None, *, host: str = "127.0.0.1", port: int = 0, token: str = "", strict: bool = True
     ) -> ControlServer:
-        servers.append(ControlServer(job or MemoryJob(), host=host, port=port, token=token, strict_port=strict))
+        servers.append(
+            ControlServer(job or MemoryJob(), host=host, port=port, credentials=Credentials(token), strict_port=strict)
+        )
         return servers[-1]
 
     yield begin

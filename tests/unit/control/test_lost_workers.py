@@ -1,20 +1,25 @@
 """Workers that are lost and workers that come: who gets which key groups, and that epochs go on."""
 
+import os
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from worker_stand_in import NoSupply, StandIn, Supply, membership
 
+from anabranch.checkpoint.generations import claim_generation, generation_info, latest_generation
 from anabranch.checkpoint.routes import newest_route
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.claims import claim
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.resume import resume
-from anabranch.core.errors import EpochError, LostWorkerError
-from anabranch.core.ids import StageNumber, WorkerId
+from anabranch.core.errors import EpochError, FencedError, LostWorkerError
+from anabranch.core.ids import Generation, StageNumber, WorkerId
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.core.settings import Settings
 from anabranch.wire.messages import Assign
@@ -38,7 +43,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     yield make
     for coordinator in made:
-        coordinator.cluster._watch._closed.set()
+        coordinator.cluster._watch.stop()
 
 
 def groups_of(worker: StandIn) -> list[int]:
@@ -83,7 +88,7 @@ def test_nothing_is_repaired_when_all_workers_are_well(make: Make) -> None:
     coordinator.abort(0)
     assert not coordinator.recover(0)
     assert coordinator.route is route
-    assert coordinator.changes == []
+    assert not coordinator.changes
 
 
 def test_a_worker_that_was_restarted_is_given_its_key_groups_again(make: Make) -> None:
@@ -119,10 +124,10 @@ def test_a_replacement_is_started_in_the_background_and_let_in_between_epochs(ma
     one, two, three = StandIn("one"), StandIn("two"), StandIn("three")
     coordinator = make(one, two, supply=Supply(three))
     two.gone = True
-    coordinator.cluster.wishes.note_lost(WorkerId("two"))
+    coordinator.cluster.note_lost(WorkerId("two"))
     run(coordinator, 0)
     deadline = time.monotonic() + 30
-    while not coordinator.cluster.wishes.are_ready and time.monotonic() < deadline:
+    while not coordinator.cluster.is_ready_to_change and time.monotonic() < deadline:
         time.sleep(0.01)
     run(coordinator, 1)
     assert coordinator.route.workers == ("one", "three")
@@ -150,7 +155,7 @@ def test_a_worker_lost_during_a_repair_is_repaired_as_well(make: Make) -> None:
     one, two, three = StandIn("one"), StandIn("two"), StandIn("three")
     coordinator = make(one, two, three, settings=Settings(workers=3, key_groups=8, heartbeat_s=60.0))
     two.gone = True
-    coordinator.cluster.wishes.note_lost(WorkerId("two"))
+    coordinator.cluster.note_lost(WorkerId("two"))
 
     def die_at_assign(request: object, timeout_s: float | None = None) -> tuple[dict[str, object], dict[str, object]]:
         three.gone = three.gone or isinstance(request, Assign)
@@ -177,3 +182,44 @@ def test_a_worker_that_falls_silent_is_noticed_without_being_asked(make: Make) -
     while len(noticed) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert noticed == ["two", "one"]
+
+
+def test_who_looks_at_the_state_waits_until_a_lost_worker_is_replaced(make: Make) -> None:
+    """Between its end and the moment that anybody notices it."""
+    one, two = StandIn("one"), StandIn("two")
+    coordinator = make(one, two)
+    run(coordinator, 0)
+    two.failures["scan"] = LostWorkerError("two:1 cannot be reached.")
+    two.gone = True
+    seen: list[int] = []
+    look = threading.Thread(target=lambda: seen.append(coordinator.scan(SPEC, "v")[0]), daemon=True)
+    look.start()
+    while "scan" in two.failures:  # it has been asked, and has not answered
+        time.sleep(0.005)
+    assert not seen
+    with pytest.raises(EpochError):
+        coordinator.begin(1)
+    assert coordinator.recover(1)
+    run(coordinator, 1)
+    look.join(30)
+    assert seen
+    assert coordinator.cluster.members.workers == ("one",)
+
+
+def test_who_returns_to_the_durable_epoch_says_who_it_is_and_fences_no_newer_driver(make: Make, tmp_path: Path) -> None:
+    """Another driver takes over after this one has looked whether there is one."""
+    one, two, storage = StandIn("one"), StandIn("two"), Storage(str(tmp_path))
+    coordinator = make(one, two, settings=replace(QUIET, checkpoint_interval_s=1000.0))
+    for epoch in range(2):
+        run(coordinator, epoch)
+    two.gone = True
+    assert coordinator.recover(2)
+    assert coordinator.committed_epoch == -1
+    info = generation_info(storage, Generation(2))
+    assert (info["host"], info["pid"], info["returns_to"]) == (socket.gethostname(), os.getpid(), -1)
+    run(coordinator, 0)
+    one.jobs.clear()
+    claim_generation(storage, {})
+    with pytest.raises(FencedError, match="claimed generation 3"):
+        coordinator.recover(1)
+    assert latest_generation(storage) == 3

@@ -21,9 +21,9 @@ from rescaling import (
 from worker_stand_in import NoSupply, StandIn, Supply, membership
 
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.rescale import RescaleState
 from anabranch.core.errors import CheckpointError, EpochError, LostWorkerError
 from anabranch.core.ids import WorkerId
+from anabranch.core.membership_events import RescaleState
 from anabranch.wire import messages
 
 
@@ -83,7 +83,20 @@ def test_a_worker_that_cannot_be_started_fails_the_handle(make: Make, one: Stand
     assert handle.progress()["message"] == "A state worker failed to start. Make room."
     assert not handle.wait(0)
     run(coordinator, 0)
-    assert (coordinator.changes, len(coordinator.cluster.members)) == ([], 1)
+    assert (len(coordinator.changes), len(coordinator.cluster.members)) == (0, 1)
+
+
+@pytest.mark.parametrize("error", [OSError("Cannot allocate memory"), RuntimeError("can't start new thread")])
+def test_a_start_that_fails_for_whatever_reason_fails_the_handle(
+    make: Make, one: StandIn, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Supply) -> None:
+        raise error
+
+    monkeypatch.setattr(Supply, "start", fail)
+    handle = rescale(make(one, supply=Supply()), 2)
+    assert not handle.wait(30)
+    assert (handle.state, handle.progress()["message"]) == (RescaleState.FAILED, str(error))
 
 
 def test_a_worker_that_cannot_be_started_fails_the_handle_also_if_an_epoch_is_faster(make: Make, one: StandIn) -> None:
@@ -102,11 +115,11 @@ def test_a_failed_start_does_not_bring_back_a_worker_that_is_to_leave(make: Make
     coordinator = make(one, two, supply=supply)
     rescale(coordinator, 3)
     wait_until_started(coordinator)
-    coordinator.cluster.wishes.drain(WorkerId("two"))
+    coordinator.cluster.drain(WorkerId("two"))
     coordinator.cluster.on_beat()
     run(coordinator, 0)
     assert coordinator.cluster.members.workers == ("one",)
-    assert coordinator.cluster.wishes.recruits.wanted == 1
+    assert coordinator.cluster.wanted == 1
 
 
 # ----------------------------------------------------------------------------------------------- losses
@@ -136,7 +149,7 @@ def test_a_worker_that_stays_and_is_lost_during_a_change_is_left_out(make: Make,
         return StandIn.call(two, request, timeout_s)
 
     two.call = die_at_assign  # type: ignore[method-assign]
-    handle = coordinator.cluster.wishes.drain(WorkerId("three"))
+    handle = coordinator.cluster.drain(WorkerId("three"))
     run(coordinator, 1)
     assert handle.wait(10)
     assert coordinator.route.workers == ("one",)
@@ -148,7 +161,7 @@ def test_a_worker_that_stays_and_is_lost_during_a_change_is_left_out(make: Make,
 def test_a_worker_that_is_lost_before_it_could_leave_is_lost(make: Make, one: StandIn, two: StandIn) -> None:
     supply = NoSupply()
     coordinator = make(one, two, supply=supply)
-    handle = coordinator.cluster.wishes.drain(WorkerId("two"))
+    handle = coordinator.cluster.drain(WorkerId("two"))
     two.gone = True
     coordinator.cluster.report_lost(WorkerId("two"), "its process has ended")
     run(coordinator, 0)
@@ -163,12 +176,17 @@ def test_a_worker_that_is_to_leave_stays_if_all_others_are_lost(
 ) -> None:
     """Until there is another one: it has the state."""
     coordinator = make(one, two, supply=Supply(StandIn("three")) if can_start else NoSupply())
-    coordinator.cluster.wishes.drain(WorkerId("two"))
+    handle = coordinator.cluster.drain(WorkerId("two"))
     one.gone = True
     coordinator.cluster.report_lost(WorkerId("one"), "its process has ended")
     run(coordinator, 0)
     assert coordinator.committed_epoch == 0
-    assert set(coordinator.route.workers) <= {"two", "three"}
+    assert coordinator.route.workers == ("two",)
+    wait_until_started(coordinator)
+    run(coordinator, 1)
+    assert coordinator.route.workers == (("three",) if can_start else ("two",))
+    assert handle.wait(10) == can_start
+    assert handle.state is (RescaleState.DONE if can_start else RescaleState.FAILED)
 
 
 def test_the_loss_of_the_former_owner_leads_its_groups_back_from_the_checkpoint(
@@ -178,7 +196,7 @@ def test_the_loss_of_the_former_owner_leads_its_groups_back_from_the_checkpoint(
     three = StandIn("three")
     coordinator = make(one, two, three)
     run(coordinator, 0)
-    coordinator.cluster.wishes.drain(WorkerId("three"))
+    coordinator.cluster.drain(WorkerId("three"))
     two.gone = True
     coordinator.cluster.report_lost(WorkerId("two"), "silent")
     run(coordinator, 1)
@@ -243,7 +261,7 @@ def test_the_end_of_one_migration_does_not_end_the_next_that_is_just_made(make: 
     two, three = StandIn("two"), Waits("three", "assign")
     coordinator = pending_rescale(make, one, two)
     three.pending_groups = 2
-    handle = coordinator.cluster.wishes.join(membership(three).all[0])
+    handle = coordinator.cluster.join(membership(three).all[0])
     changing = threading.Thread(target=run, args=(coordinator, 1))
     changing.start()
     assert three.was_asked.wait(10)
@@ -269,7 +287,7 @@ def test_an_answer_from_before_a_change_says_nothing_about_what_moves_since(make
     assert two.was_asked.wait(10)  # it says that all has arrived, and the answer is on its way
     two.pending_groups = 4
     two.kind = ""
-    handle = coordinator.cluster.wishes.drain(WorkerId("one"))
+    handle = coordinator.cluster.drain(WorkerId("one"))
     run(coordinator, 1)
     two.may_answer.set()
     beat.join(30)
@@ -311,7 +329,7 @@ def test_a_handle_whose_change_fails_ends_with_the_query(
     def fail(*_: object, **__: object) -> None:
         raise CheckpointError("The disk is full. Make room.")
 
-    monkeypatch.setattr("anabranch.control.cluster.save_route", fail)
+    monkeypatch.setattr("anabranch.control.changing.save_route", fail)
     with pytest.raises(CheckpointError):
         coordinator.begin(0)
     coordinator.close()

@@ -21,8 +21,8 @@ from worker_stand_in import NoSupply, StandIn, Supply
 
 from anabranch.checkpoint.routes import newest_route
 from anabranch.checkpoint.storage import Storage
-from anabranch.control.rescale import RescaleState
 from anabranch.core.ids import WorkerId
+from anabranch.core.membership_events import RescaleState
 from anabranch.core.pacing import ROWS_AT_FIRST
 from anabranch.core.routes import moves
 from anabranch.wire import messages
@@ -61,7 +61,7 @@ def test_a_rescale_moves_the_fewest_key_groups_and_waits_for_its_workers(
     handle = rescale(coordinator, 3)
     run(coordinator, 0)
     assert (coordinator.route, handle.state) == (before, RescaleState.WAITING)
-    assert (coordinator.changes, len(assigns(one))) == ([], 1)
+    assert (len(coordinator.changes), len(assigns(one))) == (0, 1)
     supply.may_start.set()
     wait_until_started(coordinator)
     figures = run(coordinator, 1)
@@ -224,7 +224,7 @@ def test_a_worker_that_is_lost_while_it_departs_holds_up_nothing(make: Make, one
     two.gone = True
     coordinator.cluster.report_lost(WorkerId("two"), "its process has ended")
     assert (noticed, supply.killed) == ([], ["two"])
-    assert not coordinator.cluster.wishes.any_lost
+    assert not coordinator.cluster.any_lost
     one.pending_groups = 0
     run(coordinator, 1)
     assert handle.wait(10)

@@ -1,6 +1,5 @@
 """Changes of regular epochs: left to the pause between two of them, within bounds, and not forgotten if they fail."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +9,10 @@ from worker_stand_in import StandIn, Supply
 
 from anabranch.control.cluster import Cluster
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.rescale import RescaleState
 from anabranch.core.errors import CheckpointError
+from anabranch.core.membership_events import RescaleState
 from anabranch.core.rhythm import POSTPONED_MAX
+from anabranch.runtime.threads import THREADS
 
 #: From one epoch to the next.
 DISTANCE_S = 10.0
@@ -37,16 +37,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("anabranch.control.coordinator.time", _Time(clock))
+    monkeypatch.setattr(THREADS, "monotonic_s", clock)
     return clock
-
-
-class _Time:
-    def __init__(self, clock: Clock) -> None:
-        self.monotonic = clock
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(time, name)
 
 
 def run_regularly(coordinator: Coordinator, clock: Clock, folder: Path, epochs: range) -> None:

@@ -19,9 +19,9 @@ from rescaling import (
 )
 from worker_stand_in import StandIn, Supply, membership
 
-from anabranch.control.rescale import RescaleState
 from anabranch.core.errors import SettingsError
 from anabranch.core.ids import WorkerId
+from anabranch.core.membership_events import RescaleState
 from anabranch.wire.messages import OpenJob
 
 
@@ -49,20 +49,20 @@ def three() -> StandIn:
 def test_a_worker_that_joins_takes_load(make: Make, one: StandIn, two: StandIn) -> None:
     coordinator = make(one)
     run(coordinator, 0)
-    handle = coordinator.cluster.wishes.join(membership(two).all[0])
+    handle = coordinator.cluster.join(membership(two).all[0])
     run(coordinator, 1)
     assert handle.wait(10)
     assert len(groups_of(two)) == KEY_GROUPS // 2
     assert [request.heartbeat_ms for request in two.requests if isinstance(request, OpenJob)] == [60_000]
     with pytest.raises(SettingsError, match=r"'two' takes part already\. Start this one with another --id"):
-        coordinator.cluster.wishes.join(membership(two).all[0])
+        coordinator.cluster.join(membership(two).all[0])
 
 
 def test_a_worker_that_waits_to_join_cannot_join_twice(make: Make, one: StandIn, two: StandIn) -> None:
     coordinator = make(one)
-    coordinator.cluster.wishes.join(membership(two).all[0])
+    coordinator.cluster.join(membership(two).all[0])
     with pytest.raises(SettingsError, match="takes part already"):
-        coordinator.cluster.wishes.join(membership(two).all[0])
+        coordinator.cluster.join(membership(two).all[0])
 
 
 def test_there_are_at_most_as_many_workers_as_key_groups(make: Make, one: StandIn) -> None:
@@ -70,11 +70,11 @@ def test_there_are_at_most_as_many_workers_as_key_groups(make: Make, one: StandI
     for workers in (0, -1, KEY_GROUPS + 1):
         with pytest.raises(SettingsError, match=f"{workers} workers are not possible: .* at most {KEY_GROUPS}"):
             rescale(coordinator, workers)
-    assert not coordinator.cluster.wishes.are_ready
+    assert not coordinator.cluster.is_ready_to_change
     for number in range(KEY_GROUPS - 1):
-        coordinator.cluster.wishes.join(membership(StandIn(f"more-{number}")).all[0])
+        coordinator.cluster.join(membership(StandIn(f"more-{number}")).all[0])
     with pytest.raises(SettingsError, match="workers are not possible"):
-        coordinator.cluster.wishes.join(membership(StandIn("one-too-many")).all[0])
+        coordinator.cluster.join(membership(StandIn("one-too-many")).all[0])
 
 
 def test_a_job_that_starts_no_workers_says_how_to_add_one(make: Make, one: StandIn) -> None:
@@ -83,7 +83,7 @@ def test_a_job_that_starts_no_workers_says_how_to_add_one(make: Make, one: Stand
         SettingsError, match=r"starts no workers itself, so it cannot have 2\. .*anabranch worker --join"
     ):
         rescale(coordinator, 2)
-    assert not coordinator.cluster.wishes.are_ready
+    assert not coordinator.cluster.is_ready_to_change
 
 
 def test_a_worker_that_is_drained_leaves_and_is_not_replaced(
@@ -91,8 +91,8 @@ def test_a_worker_that_is_drained_leaves_and_is_not_replaced(
 ) -> None:
     supply = Supply(StandIn("nobody asked for this one"))
     coordinator = make(one, two, three, supply=supply)
-    handle = coordinator.cluster.wishes.drain(WorkerId("one"))
-    again = coordinator.cluster.wishes.drain(WorkerId("one"))
+    handle = coordinator.cluster.drain(WorkerId("one"))
+    again = coordinator.cluster.drain(WorkerId("one"))
     run(coordinator, 0)
     assert handle.wait(10)
     assert again.wait(10)
@@ -104,10 +104,10 @@ def test_a_worker_that_is_drained_leaves_and_is_not_replaced(
 def test_the_last_worker_and_strangers_cannot_be_drained(make: Make, one: StandIn, two: StandIn) -> None:
     coordinator = make(one, two)
     with pytest.raises(SettingsError, match=r"There is no worker 'three' that could leave\. Workers: one, two"):
-        coordinator.cluster.wishes.drain(WorkerId("three"))
-    coordinator.cluster.wishes.drain(WorkerId("one"))
+        coordinator.cluster.drain(WorkerId("three"))
+    coordinator.cluster.drain(WorkerId("one"))
     with pytest.raises(SettingsError, match="two is the last worker"):
-        coordinator.cluster.wishes.drain(WorkerId("two"))
+        coordinator.cluster.drain(WorkerId("two"))
 
 
 def test_a_worker_that_has_been_told_to_stop_is_drained_once(make: Make, one: StandIn, two: StandIn) -> None:
@@ -140,7 +140,7 @@ def test_a_change_of_parallelism_alone_moves_nothing(make: Make, one: StandIn, t
 def test_several_wishes_are_fulfilled_by_one_change(make: Make, one: StandIn, two: StandIn, three: StandIn) -> None:
     coordinator = make(one, two)
     run(coordinator, 0)
-    wishes = coordinator.cluster.wishes
+    wishes = coordinator.cluster
     handles = [
         wishes.join(membership(three).all[0]),
         rescale(coordinator, parallelism={1: 6}),
@@ -203,7 +203,7 @@ def test_the_parallelism_of_a_request_that_is_replaced_stays_wanted(make: Make, 
 def test_each_request_for_more_adds_to_those_that_still_wait(make: Make, one: StandIn) -> None:
     supply = SlowSupply(*(StandIn(name) for name in ("two", "three", "four", "five")))
     coordinator = make(one, supply=supply)
-    wishes = coordinator.cluster.wishes
+    wishes = coordinator.cluster
     for more in ({1: 2}, {1: 2}, {3: 7}, {}):
         newest = wishes.scale_out(more)
     assert newest.what == "5 workers, parallelism 8 of stage 3, parallelism 4 of stage 1"
@@ -213,19 +213,6 @@ def test_each_request_for_more_adds_to_those_that_still_wait(make: Make, one: St
     assert newest.wait(10)
     assert len(coordinator.cluster.members) == 5
     assert coordinator.parallelism == {1: 4, 3: 8}
-
-
-@pytest.mark.parametrize("succeeds", [True, False])
-def test_a_request_for_more_adds_to_the_change_that_is_being_made(make: Make, one: StandIn, succeeds: bool) -> None:
-    coordinator = make(one, supply=Supply(*(StandIn(name) for name in ("two", "three", "four", "five", "six"))))
-    wishes, in_force = coordinator.cluster.wishes, {1: 2}
-    wishes.scale_out(in_force)
-    wait_until_started(coordinator)
-    taken = wishes.take()
-    assert wishes.scale_out(in_force).parallelism == {1: 4}
-    wishes.fulfilled() if succeeds else wishes.give_back(taken)
-    assert wishes.scale_out(in_force).parallelism == {1: 5}
-    wait_until_started(coordinator)
 
 
 def test_a_smaller_request_makes_use_of_no_more_workers_than_it_says(make: Make, one: StandIn, two: StandIn) -> None:
@@ -269,13 +256,13 @@ def test_without_a_drain_workers_come_but_cannot_leave(make: Make, one: StandIn,
     progress = handle.progress()
     assert (progress["state"], progress["groupsPending"]) == ("migrating", 4)
     assert "only keys that are asked for move, so this does not complete by itself" in progress["message"]
-    wishes = coordinator.cluster.wishes
+    wishes = coordinator.cluster
     for leave in (lambda: rescale(coordinator, 1), lambda: wishes.drain(WorkerId("one"))):
         with pytest.raises(SettingsError, match=r"No worker can leave while anabranch\.drain is false: .* Start the"):
             leave()
     coordinator.cluster.report_leaving(WorkerId("one"))
-    assert not wishes.are_ready
-    assert wishes.recruits.wanted == 2
+    assert not wishes.is_ready_to_change
+    assert wishes.wanted == 2
     rescale(coordinator, 3)
     wait_until_started(coordinator)
     run(coordinator, 2)

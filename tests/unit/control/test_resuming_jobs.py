@@ -16,6 +16,7 @@ from anabranch.core.errors import CheckpointError, LostWorkerError, SettingsErro
 from anabranch.core.ids import Epoch, Generation, RouteVersion, StageNumber, WorkerId
 from anabranch.core.requests import Run
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+from anabranch.wire.credentials import Credentials
 from anabranch.wire.messages import Assign, OpenJob
 
 VARIABLE = VariableSpec("v", VariableKind.VALUE, pa.schema([("n", pa.int64())]))
@@ -112,7 +113,7 @@ def test_the_job_keeps_its_id_and_every_start_gets_a_generation(tmp_path: Path) 
 def discovered(monkeypatch: pytest.MonkeyPatch, *workers: StandIn) -> Membership:
     by_address = {worker.address: worker for worker in workers}
     monkeypatch.setattr("anabranch.control.members.WorkerClient", lambda address, **_: by_address[address])
-    return discover([worker.address for worker in workers], timeout_s=1, start_timeout_s=1, token="")
+    return discover([worker.address for worker in workers], timeout_s=1, start_timeout_s=1, credentials=Credentials())
 
 
 def test_workers_are_asked_who_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,6 @@ from anabranch.core.epoch_events import (
     TasksRan,
     WorkerBegan,
     WorkerCommitted,
-    WorkerLost,
     WorkerPrepared,
     WorkerRefused,
     WriteManifest,
@@ -193,57 +192,14 @@ def test_tasks_that_stay_missing_fail_the_epoch(driver: Driver) -> None:
 # ------------------------------------------------------------------------------------------- lost workers
 
 
-@pytest.mark.parametrize("reach", [Driver.begin, Driver.run, Driver.collect, Driver.prepare])
-def test_a_worker_lost_before_all_have_prepared_fails_the_epoch(
-    driver: Driver, reach: Callable[[Driver], object]
-) -> None:
-    reach(driver)
-    instructions = driver.feed(WorkerLost(B))
-    assert instructions[:-1] == [AbortOn(E, R, A)]
-    assert failure(instructions).reason is Failure.WORKER_LOST
-    assert failure(instructions).workers == {B}
-    assert driver.machine.committed == NO_EPOCH
-
-
-def test_a_worker_lost_while_the_manifest_is_written_does_not_hold_up_the_epoch(driver: Driver) -> None:
-    driver.write()
-    assert driver.feed(WorkerLost(B)) == []
-    assert driver.feed(ManifestWritten(R)) == [CommitOn(E, R, A)]
-    assert driver.feed(WorkerCommitted(R, A)) == [FinishEpoch(E, R, frozenset({B}))]
-
-
-def test_a_worker_lost_after_the_manifest_is_named_when_the_epoch_finishes(driver: Driver) -> None:
-    driver.commit()
-    assert driver.feed(WorkerLost(B)) == []
-    assert driver.feed(WorkerCommitted(R, A)) == [FinishEpoch(E, R, frozenset({B}))]
-    assert driver.machine.committed == 0
-
-
-def test_a_worker_lost_after_its_own_commit_is_named_too(driver: Driver) -> None:
-    driver.commit()
-    assert driver.feed(WorkerCommitted(R, B), WorkerLost(B)) == []
-    assert driver.feed(WorkerCommitted(R, A)) == [FinishEpoch(E, R, frozenset({B}))]
+def refused(worker: WorkerId, run: Run = R) -> WorkerRefused:
+    """What the driver makes of a worker that is gone."""
+    return WorkerRefused(run, worker, Refusal.NOT_OPEN, "gone")
 
 
 def test_the_epoch_finishes_even_if_all_workers_are_lost_after_the_manifest(driver: Driver) -> None:
     driver.commit()
-    assert driver.feed(WorkerLost(A), WorkerLost(B)) == [FinishEpoch(E, R, BOTH)]
-
-
-def test_the_epoch_finishes_even_if_all_workers_are_lost_during_the_write(driver: Driver) -> None:
-    driver.write()
-    assert driver.feed(WorkerLost(A), WorkerLost(B)) == []
-    assert driver.feed(ManifestWritten(R)) == [FinishEpoch(E, R, BOTH)]
-
-
-def test_losing_a_worker_that_takes_no_part_changes_nothing(driver: Driver) -> None:
-    driver.run()
-    assert driver.feed(WorkerLost(C)) == []
-    assert driver.machine.step is Step.RUNNING
-
-
-def test_losing_a_worker_between_epochs_changes_nothing(driver: Driver) -> None:
-    assert driver.feed(WorkerLost(A)) == []
+    assert driver.feed(refused(A), refused(B)) == [FinishEpoch(E, R, BOTH)]
 
 
 # ------------------------------------------------------------------------------------------- refusals and failures
@@ -303,7 +259,7 @@ def test_a_failing_sink_fails_the_epoch(driver: Driver, reach: Callable[[Driver]
 
 def test_a_failed_epoch_runs_again_from_the_start(driver: Driver) -> None:
     driver.prepare()
-    driver.feed(WorkerLost(B))
+    driver.feed(refused(B))
     only_a = EpochBegun(E, frozenset({A}), {task(0): frozenset({A})})
     assert driver.feed(only_a) == [BeginOn(E, Run(1), A)]
     assert driver.feed(WorkerBegan(Run(1), A)) == [RunTasks(E, Run(1))]
@@ -320,7 +276,7 @@ def test_a_committed_epoch_may_be_handed_over_again(driver: Driver) -> None:
 
 def test_events_of_an_earlier_run_are_ignored(driver: Driver) -> None:
     driver.begin()
-    driver.feed(WorkerLost(B))
+    driver.feed(refused(B))
     driver.begin()
     late: list[Event] = [
         WorkerBegan(R, A),

@@ -24,7 +24,6 @@ from anabranch.core.requests import (
     ReportSeals,
     Request,
     ResetState,
-    RollBack,
     Run,
     RunId,
 )
@@ -41,7 +40,6 @@ def worker() -> Worker:
 def test_nothing_works_before_the_job_is_open() -> None:
     worker = Worker()
     assert worker.refuses(worker.begin(0, 0)) is Refusal.NOT_OPEN
-    assert worker.refuses(worker.ask(RollBack(generation=G1, to_epoch=NO_EPOCH))) is Refusal.NOT_OPEN
 
 
 def test_a_newer_generation_has_to_open_the_job_first(worker: Worker) -> None:
@@ -62,7 +60,6 @@ def test_an_older_generation_is_fenced_whatever_it_asks(worker: Worker) -> None:
         assert worker.refuses(answer) is Refusal.FENCED
     for answer in (worker.of(Abort, 0, 0), worker.of(Read, 0, 0), worker.of(ReportSeals, 0, 0)):
         assert worker.refuses(answer) is Refusal.FENCED
-    assert worker.refuses(worker.ask(RollBack(generation=G1, to_epoch=NO_EPOCH))) is Refusal.FENCED
     assert worker.machine.staged == {ONE: True}
 
 

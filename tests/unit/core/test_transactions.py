@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transaction_worker import G1, ONE, OTHER, TWO, Worker, committed, run_id
+from transaction_worker import ONE, OTHER, TWO, Worker, committed, run_id
 
 from anabranch.core.ids import NO_EPOCH, Epoch, Partition, StageNumber
 from anabranch.core.requests import (
@@ -21,7 +21,6 @@ from anabranch.core.requests import (
     Refusal,
     Refuse,
     ReportSeals,
-    RollBack,
     Seal,
     ServeState,
     Stage,
@@ -252,23 +251,3 @@ def test_late_abort_of_an_earlier_run_changes_nothing(worker: Worker) -> None:
 def test_a_committed_run_cannot_be_aborted() -> None:
     worker = committed(1)
     assert worker.refuses(worker.of(Abort, 0, 0)) is Refusal.WRONG_STEP
-
-
-def test_roll_back_drops_the_newest_layer() -> None:
-    worker = committed(2)
-    assert worker.ask(RollBack(generation=G1, to_epoch=Epoch(0))) == [DropLayersAfter(Epoch(0))]
-    assert worker.machine.committed == 0
-
-
-def test_roll_back_to_the_committed_epoch_ends_the_run() -> None:
-    worker = committed(1)
-    worker.begin(1, 1)
-    worker.stage(ONE, 1, 1)
-    assert worker.ask(RollBack(generation=G1, to_epoch=Epoch(0))) == [DiscardAttempt(ONE)]
-    assert worker.machine.running is None
-
-
-@pytest.mark.parametrize("epoch", [NO_EPOCH, Epoch(0), Epoch(3)])
-def test_roll_back_below_what_is_folded_or_above_what_is_committed_is_refused(epoch: Epoch) -> None:
-    worker = committed(3)
-    assert worker.refuses(worker.ask(RollBack(generation=G1, to_epoch=epoch))) is Refusal.WRONG_EPOCH

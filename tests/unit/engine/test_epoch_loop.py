@@ -18,13 +18,16 @@ from anabranch.engine.stages import Clock
 class Rows:
     """Stands for a DataFrame: notes what is done to it in a journal that all share."""
 
-    def __init__(self, journal: list[str], name: str = "rows") -> None:
+    def __init__(self, journal: list[str], name: str = "rows", settings: dict[str, str] | None = None) -> None:
         self.journal = journal
         self.name = name
-        conf = SimpleNamespace(set=lambda *_: None, get=lambda *_: None)
+        #: Those of the session, which is another one if they are another object.
+        settings = {} if settings is None else settings
+        conf = SimpleNamespace(set=settings.__setitem__, get=settings.get)
         context = SimpleNamespace(setLocalProperty=self._announce)
         self.schema = StructType([StructField("text", StringType())])
-        self.sparkSession = SimpleNamespace(conf=conf, sparkContext=context, _jvm=None)
+        session = SimpleNamespace(settings=settings)
+        self.sparkSession = SimpleNamespace(conf=conf, sparkContext=context, _jvm=None, _jsparkSession=session)
         # A plan that is no chain of operations on the rows, so that no template is made of it.
         plan = SimpleNamespace(equals=lambda _: False, children=lambda: SimpleNamespace(size=lambda: 2))
         self._jdf = SimpleNamespace(queryExecution=lambda: SimpleNamespace(toRdd=lambda: self, analyzed=lambda: plan))
@@ -102,6 +105,7 @@ class Control:
     newer_driver: FencedError | None = None
 
     committed_epoch: int = -1
+    worker_count: int = 1
     durable_epoch: int = 1_000
 
     def begin(self, epoch: int) -> int:
@@ -121,6 +125,9 @@ class Control:
 
     def abort(self, epoch: int) -> None:
         self.journal.append(f"abort {epoch}")
+
+    def lost_lately(self, changes: int) -> list[str]:
+        return ["worker-1"] * changes
 
     def fenced(self) -> FencedError | None:
         return self.newer_driver
@@ -147,6 +154,9 @@ class Output:
 
 class Facts:
     stopped = False
+
+    def batch_time_ms(self) -> int:
+        return 7
 
     def watermark_ms(self) -> int | None:
         return 5
@@ -300,6 +310,19 @@ def test_a_sink_that_fails_aborts_the_epoch_and_is_remembered() -> None:
     assert loop.running.acquire(blocking=False)
 
 
+def test_each_session_is_configured_that_epochs_run_in() -> None:
+    """Epochs that are repeated after a crash run in queries, and so in sessions, of their own."""
+    loop, control = make()
+    sessions: list[dict[str, str]] = [{}, {"spark.sql.optimizer.excludedRules": "theirs"}]
+    for epoch, settings in enumerate([sessions[0], sessions[1], sessions[0]]):
+        loop(Rows(control.journal, settings=settings), epoch)  # type: ignore[arg-type]
+    for settings in sessions:
+        assert settings["spark.sql.adaptive.enabled"] == "false"
+    omits_empty = "org.apache.spark.sql.catalyst.optimizer.PropagateEmptyRelation"
+    rules = [settings["spark.sql.optimizer.excludedRules"] for settings in sessions]
+    assert rules == [omits_empty, f"{omits_empty},theirs"]
+
+
 def test_each_epoch_leaves_a_report() -> None:
     loop, control = make()
     run(loop, control, 0)
@@ -362,10 +385,16 @@ def test_an_epoch_runs_again_when_a_worker_was_lost() -> None:
 
 
 def test_an_epoch_does_not_run_again_for_ever_nor_after_a_newer_driver_took_over() -> None:
-    for errors in ([RuntimeError("the task failed")] * 9, [FencedError("A newer driver has taken over.")]):
+    many: tuple[list[Exception], type[Exception], str] = (
+        [RuntimeError("the task failed")] * 9,
+        EpochError,
+        r"Epoch 0 was run 5 times, and each time workers were lost \(worker-1, .*the task failed.*see their logs",
+    )
+    newer = [FencedError("A newer driver has taken over.")], FencedError, "newer driver"
+    for errors, kind, message in (many, newer):
         loop, control = make(errors=errors)
         control.recoveries = [True] * 9
-        with pytest.raises(type(errors[0])):
+        with pytest.raises(kind, match=message):
             run(loop, control)
         assert control.journal.count("begin 0") == (5 if len(errors) > 1 else 1)
         assert "commit 0" not in control.journal

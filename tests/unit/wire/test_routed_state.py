@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from anabranch.core.errors import LostWorkerError
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, OP, Op, StageSpec, VariableKind, VariableSpec
-from anabranch.wire import routed
+from anabranch.wire import frames, routed
+from anabranch.wire.credentials import Credentials
 from anabranch.wire.messages import FURTHER_ROWS, KEYS, LookUpRoute, Read, Write
 from anabranch.wire.routed import (
     DUE,
@@ -36,6 +37,8 @@ SPEC = StageSpec(
     ),
 )
 KEY_GROUPS = 12
+#: Of a key with its hash.
+KEY_BYTES = 16
 steady = settings(deadline=None, derandomize=True, max_examples=60)
 
 
@@ -53,8 +56,8 @@ class Workers:
         #: Workers that do not answer that.
         self.silent: set[str] = set()
 
-    def get(self, address: str, *, timeout_s: float, token: str) -> Any:
-        assert (timeout_s, token) == (9.0, "secret")
+    def get(self, address: str, *, timeout_s: float, credentials: Credentials) -> Any:
+        assert (timeout_s, credentials) == (9.0, Credentials("secret"))
         workers = self
 
         class Client:
@@ -88,16 +91,18 @@ class Workers:
             "total": table(totals, SPEC.layouts["total"].answers),
             "items": table(items, SPEC.layouts["items"].answers),
         }
+        first, last = request.hashes or (-(2**63), 2**63 - 1)
+        assert all(first <= k <= last for k in asked), "the keys of a range come with it"
         if request.rest:
-            answers[REST + "total"] = table([(g, g, 0) for g in request.groups], SPEC.layouts["total"].rows)
+            rest = [(g, g, 0) for g in request.groups if first <= g <= last]
+            answers[REST + "total"] = table(rest, SPEC.layouts["total"].rows)
         if request.expired:
             answers[EXPIRED + "total"] = table([(g, -g, 0) for g in request.groups], SPEC.layouts["total"].rows)
         if request.due is not None:
-            # Of each group two keys; the entries of as many of them as a message may have.
-            keys = [g + KEY_GROUPS * n for g in request.groups for n in (100, 101)]
-            come = list(enumerate(keys))[: routed.MAX_ROWS_PER_MESSAGE]
-            answers[DUE] = keys_of(keys)
-            answers[DUE + "total"] = table([(i, 10 * k) for i, k in come], SPEC.layouts["total"].answers)
+            # Of each group two keys.
+            due = [k for g in request.groups for k in (g - KEY_GROUPS, g + KEY_GROUPS * 100) if first <= k <= last]
+            answers[DUE] = keys_of(due)
+            answers[DUE + "total"] = table([(i, 10 * k) for i, k in enumerate(due)], SPEC.layouts["total"].answers)
             answers[DUE + "items"] = table([], SPEC.layouts["items"].answers)
         return answers
 
@@ -125,7 +130,7 @@ def access_to(routing: Routing, partitions: list[int], *, cache_route: bool = Tr
         partitions=np.array(partitions, dtype=np.int32),
         cache_route=cache_route,
         timeout_s=9.0,
-        token="secret",
+        credentials=Credentials("secret"),
     )
 
 
@@ -142,33 +147,33 @@ OWNERS = st.lists(st.integers(0, 2), min_size=KEY_GROUPS, max_size=KEY_GROUPS)
 NUMBERS = st.lists(st.integers(-50, 500), unique=True, max_size=40)
 
 
-@pytest.mark.parametrize("most_rows", [1, 4, 1_000_000])
-def test_answers_are_those_of_the_keys_in_their_order(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> None:
-    monkeypatch.setattr(routed, "MAX_ROWS_PER_MESSAGE", most_rows)
+@pytest.mark.parametrize("most_keys", [1, 4, 1_000_000])
+def test_answers_are_those_of_the_keys_in_their_order(monkeypatch: pytest.MonkeyPatch, most_keys: int) -> None:
+    monkeypatch.setattr(frames, "MESSAGE_BYTES", most_keys * KEY_BYTES)
 
     @steady
-    @given(OWNERS, NUMBERS)
-    def check(owners: list[int], numbers: list[int]) -> None:
+    @given(OWNERS, NUMBERS, st.booleans())
+    def check(owners: list[int], numbers: list[int], and_others: bool) -> None:
         workers = Workers(routing_of(owners))
         monkeypatch.setattr(routed, "connections", workers)
-        found = (
-            access_to(workers.routing, [0] * KEY_GROUPS)
-            .open(epoch=7, run=2, partition=0, attempt=1)
-            .read(keys_of(numbers))
-        )
+        state = state_at(access_to(workers.routing, [0] * KEY_GROUPS))
+        found = state.ask(keys_of(numbers), rest=and_others).found
         totals = [(i, 10 * k) for i, k in enumerate(numbers) if k >= 0]
         assert list(zip(*found["total"].to_pydict().values(), strict=True)) == totals
         items = [(i, j, f"{k}.{j}") for i, k in enumerate(numbers) if k >= 0 for j in range(k % 3)]
         assert list(zip(*found["items"].to_pydict().values(), strict=True)) == items
         assert found["total"].schema.field(INDEX).type == pa.int32()
-        assert all((r.epoch, r.run, r.generation, r.stage, r.groups) == (7, 2, 4, 1, []) for _, r in workers.reads)
+        assert all((r.epoch, r.run, r.generation, r.stage) == (7, 2, 4, 1) for _, r in workers.reads)
+        assert and_others or not any(r.groups or r.hashes for _, r in workers.reads)
 
     check()
 
 
-@pytest.mark.parametrize("most_rows", [1, 4, 1_000_000])
-def test_changes_reach_their_owners_and_every_owner_is_sealed(monkeypatch: pytest.MonkeyPatch, most_rows: int) -> None:
-    monkeypatch.setattr(routed, "MAX_ROWS_PER_MESSAGE", most_rows)
+@pytest.mark.parametrize("limit_bytes", [1, 100, 1_000_000])
+def test_changes_reach_their_owners_and_every_owner_is_sealed(
+    monkeypatch: pytest.MonkeyPatch, limit_bytes: int
+) -> None:
+    monkeypatch.setattr(frames, "MESSAGE_BYTES", limit_bytes)
 
     @steady
     @given(OWNERS, NUMBERS, NUMBERS)
@@ -187,7 +192,7 @@ def test_changes_reach_their_owners_and_every_owner_is_sealed(monkeypatch: pytes
             assert [request.last for request, _ in messages] == [False] * (len(messages) - 1) + [True]
             for request, tables in messages:
                 assert (request.partition, request.attempt, request.epoch, request.run) == (0, 5, 7, 2)
-                assert sum(map(len, tables.values())) <= most_rows
+                assert sum(map(len, tables.values())) <= 1 or sum(t.nbytes for t in tables.values()) <= limit_bytes
                 for name, rows in tables.items():
                     workers.check_owned(address, rows)
                     assert rows.schema.field(OP).type == pa.int8()
@@ -201,7 +206,7 @@ def test_changes_reach_their_owners_and_every_owner_is_sealed(monkeypatch: pytes
 
 
 def test_owners_are_told_of_rows_beyond_one_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routed, "MAX_ROWS_PER_MESSAGE", 1)
+    monkeypatch.setattr(frames, "MESSAGE_BYTES", 1)
     workers = Workers(routing_of([0, 1, 2] * 4))
     monkeypatch.setattr(routed, "connections", workers)
     state = state_at(access_to(workers.routing, [0] * KEY_GROUPS))
@@ -230,7 +235,7 @@ def test_only_owners_of_the_partition_are_asked(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_rest_and_what_is_over_come_once_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routed, "MAX_ROWS_PER_MESSAGE", 2)
+    monkeypatch.setattr(frames, "MESSAGE_BYTES", 2 * KEY_BYTES)
     workers = Workers(routing_of([0, 1] * 6))
     monkeypatch.setattr(routed, "connections", workers)
     state = access_to(workers.routing, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]).open(
@@ -249,21 +254,19 @@ def test_the_rest_and_what_is_over_come_once_for_each_group(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 100])
-def test_keys_that_are_due_come_in_the_same_exchange_if_they_are_not_too_many(
-    monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    monkeypatch.setattr(routed, "MAX_ROWS_PER_MESSAGE", most)
+def test_keys_that_are_due_come_in_the_same_exchange(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(frames, "MESSAGE_BYTES", most * KEY_BYTES)
     workers = Workers(routing_of([0, 1] * 6))
     monkeypatch.setattr(routed, "connections", workers)
     state = state_at(access_to(workers.routing, [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]))
     keys = keys_of([0, 12, 24, 1])
     answers = state.ask(keys, due=Expiry("total", "k", "", 5))
-    # Four keys are due on one worker, and two on the other.
-    messages = {1: [4, 2], 2: [2, 1], 3: [2, 1], 100: [1, 1]}[most]
+    # Three keys go to one worker, and one to the other. What is due is asked for in ranges, if the keys are too many.
+    messages = {1: [3, 1], 2: [2, 1], 3: [1, 1], 100: [1, 1]}[most]
     assert [[address for address, _ in workers.reads].count(address) for address in ("a:0", "a:1")] == messages
     assert answers.due_keys is not None
     names = answers.due_keys.column("k").to_pylist()
-    assert sorted(names) == [1200, 1201, 1202, 1212, 1213, 1214]
+    assert sorted(names) == [-12, -11, -10, 1200, 1201, 1202]
     entries = answers.due["total"].to_pylist()
     assert sorted((names[row[INDEX]], row["n"]) for row in entries) == [(k, 10 * k) for k in sorted(names)]
     assert len(answers.found["total"]) == 4

@@ -64,7 +64,8 @@ def framed(head: bytes, magic: bytes = b"ANB1", length: int | None = None, rest:
     ("message", "reason"),
     [
         (framed(b"{}", magic=b"HTTP"), "does not start as one"),
-        (framed(b"{}", length=2**32 - 1), "header is cut off"),
+        (framed(b"{}", length=2**32 - 1), "header is larger than 64 MiB"),
+        (framed(b"{}", length=99), "header is cut off"),
         (framed(b"{"), "header cannot be read"),
         (framed(b"\xff\xff"), "header cannot be read"),
         (framed(b"[]"), "header cannot be read"),

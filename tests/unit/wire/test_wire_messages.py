@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 
 from anabranch.core.errors import WorkerError
-from anabranch.wire.messages import Assign, Prepare, Request, Write, decode
+from anabranch.wire.messages import Assign, Prepare, Read, Request, Write, decode
 
 EXAMPLES: dict[type, Any] = {int: 3, str: "x", bool: True, list: [], dict: {}}
 
 
 def example_of(kind: type[Request]) -> dict[str, Any]:
     hints = {field.name: field.type for field in dataclasses.fields(kind)}
+    special = {"job": "0" * 32, **({"due": None} if kind is Read else {})}
     return {
-        name: EXAMPLES[{"int": int, "str": str, "bool": bool}.get(text, _container(text))]
+        name: special.get(name, EXAMPLES[{"int": int, "str": str, "bool": bool}.get(text, _container(text))])
         for name, text in hints.items()
     }  # type: ignore[arg-type]
 
@@ -63,8 +64,8 @@ def test_lists_are_checked_to_their_items() -> None:
 
 def test_a_field_that_is_missing_is_named_unless_it_has_a_default() -> None:
     header = example_of(Write)
-    assert decode("write", {name: value for name, value in header.items() if name != "token"}) == Write(
-        **{**header, "token": ""}
+    assert decode("write", {name: value for name, value in header.items() if name != "late"}) == Write(
+        **{**header, "late": 0}
     )
     del header["chunk"]
     with pytest.raises(WorkerError, match=r"'write' lacks the field 'chunk'. Run the same version"):

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ from pyarrow import flight
 
 from anabranch.core.errors import AnabranchError, CheckpointError, EpochError, FencedError, LostWorkerError, WorkerError
 from anabranch.wire.client import Connections, WorkerClient, encode_error
+from anabranch.wire.credentials import Credentials
 from anabranch.wire.frames import pack, unpack
 from anabranch.wire.messages import Health, Scan
 
@@ -56,7 +58,7 @@ def worker() -> Iterator[Worker]:
 
 @pytest.fixture
 def client(worker: Worker) -> Iterator[WorkerClient]:
-    client = WorkerClient(f"127.0.0.1:{worker.port}", timeout_s=20, token="secret")
+    client = WorkerClient(f"127.0.0.1:{worker.port}", timeout_s=20, credentials=Credentials("secret"))
     yield client
     client.close()
 
@@ -66,7 +68,7 @@ def test_a_request_takes_the_token_and_tables_with_it(worker: Worker, client: Wo
     header, tables = client.call(Health(), {"keys": table})
     assert header == {"rows": 3}
     assert tables["keys"].equals(table)
-    assert worker.seen == [("health", {"token": "secret"})]
+    assert worker.seen == [("health", {})]
 
 
 @pytest.mark.parametrize("kind", [WorkerError, FencedError, CheckpointError, EpochError])
@@ -79,6 +81,26 @@ def test_errors_of_a_worker_keep_their_kind_and_message(
         client.call(Health())
     assert type(caught.value) is kind
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("character", ["x", "%", '"', "ß", "\u2003", "🜁"])
+@pytest.mark.parametrize("length", [1_500, 4_000, 9_000, 20_000, 1_000_000])
+def test_errors_of_any_length_arrive_as_what_they_are(
+    worker: Worker, client: WorkerClient, length: int, character: str
+) -> None:
+    worker.error = flight.FlightServerError(encode_error(EpochError(f"It is wrong: {character * length}. Do this.")))
+    for ask in (lambda: client.call(Health()), lambda: list(client.stream(SCAN))):
+        with pytest.raises(EpochError, match=r"^It is wrong: .*\. Do this\.$"):
+            ask()
+    worker.error = None
+    assert client.call(Health())[0] == {"rows": 3}
+
+
+def test_what_flight_has_no_error_for_is_an_error_of_the_worker(worker: Worker, client: WorkerClient) -> None:
+    worker.error = OSError("x" * 9_000)
+    for ask in (lambda: client.call(Health()), lambda: list(client.stream(SCAN))):
+        with pytest.raises(WorkerError, match=f"The state worker at {client.address} failed on"):
+            ask()
 
 
 def test_other_errors_name_the_worker_and_the_request(worker: Worker, client: WorkerClient) -> None:
@@ -134,9 +156,54 @@ def test_connections_are_reused_until_they_are_forgotten(monkeypatch: pytest.Mon
     first = connections.get("127.0.0.1:1", timeout_s=5)
     assert connections.get("127.0.0.1:1", timeout_s=5) is first
     assert connections.get("127.0.0.1:2", timeout_s=5) is not first
-    assert connections.get("127.0.0.1:1", timeout_s=5, token="t") is not first
+    assert connections.get("127.0.0.1:1", timeout_s=5, credentials=Credentials("t")) is not first
     connections.forget("127.0.0.1:1")
     second = connections.get("127.0.0.1:1", timeout_s=5)
     assert second is not first
     monkeypatch.setattr("os.getpid", lambda: -1)
     assert connections.get("127.0.0.1:1", timeout_s=5) is not second
+
+
+def test_a_connection_that_another_thread_has_just_asked_for_is_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch after a long pause: all workers are asked at once, and each connection has been idle for long."""
+    now_s, closed, got = [0.0], [], []
+    monkeypatch.setattr("anabranch.wire.client.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    connections, addresses = Connections(), [f"127.0.0.1:{port}" for port in range(1, 5)]
+
+    def ask_meanwhile() -> None:
+        got.extend(connections.get(address, timeout_s=5.0) for address in addresses)
+
+    def close(client: WorkerClient) -> None:
+        closed.append(client)
+        if not got:
+            thread = threading.Thread(target=ask_meanwhile)
+            thread.start()
+            thread.join(20)
+
+    for address in addresses:
+        connections.get(address, timeout_s=5.0)
+    monkeypatch.setattr(WorkerClient, "close", close)
+    now_s[0] = 1000.0
+    got_first = connections.get(addresses[0], timeout_s=5.0)
+    assert [client.address for client in got] == addresses
+    assert [client.address for client in closed] == addresses[1:]
+    assert not any(client in closed for client in [got_first, *got])
+
+
+def test_connections_that_nobody_asks_for_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, closed = [0.0], []
+    monkeypatch.setattr("anabranch.wire.client.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(WorkerClient, "close", lambda self: closed.append(self.address))
+    connections = Connections()
+    first = connections.get("127.0.0.1:1", timeout_s=5.0)
+    connections.get("127.0.0.1:2", timeout_s=5.0)
+    patient = connections.get("127.0.0.1:3", timeout_s=1000.0)
+    for now_s[0] in range(0, 1900, 100):
+        assert connections.get("127.0.0.1:1", timeout_s=5.0) is first
+    assert closed == ["127.0.0.1:2"], "a call with so much time may still run"
+    assert connections.get("127.0.0.1:3", timeout_s=1000.0) is patient
+    for number in range(100):  # workers come and go
+        now_s[0] += 100
+        connections.get(f"127.0.0.1:{1000 + number}", timeout_s=5.0)
+    assert len(connections._clients) < 30
+    assert len(connections._used_s) == len(connections._clients)

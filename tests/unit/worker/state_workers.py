@@ -21,20 +21,21 @@ from anabranch.core.errors import AnabranchError
 from anabranch.core.ids import WorkerId
 from anabranch.wire import messages
 from anabranch.wire.client import WorkerClient, connections
+from anabranch.wire.credentials import Credentials
 from anabranch.wire.frames import unpack
 from anabranch.worker.holdings import Holdings
 from anabranch.worker.service import StateService
 from anabranch.worker.storeoptions import StoreOptions
 
-JOB = "job"
-TOKEN = "secret"
+JOB = "0123456789abcdef0123456789abcdef"
+CREDENTIALS = Credentials("secret")
 
 
 class Service(StateService):
     """A real worker that counts what it is asked, and can be held up."""
 
     def __init__(self, worker: str, stores: StoreOptions) -> None:
-        super().__init__("grpc://127.0.0.1:0", worker=WorkerId(worker), stores=stores, token=TOKEN)
+        super().__init__("127.0.0.1:0", worker=WorkerId(worker), stores=stores, credentials=CREDENTIALS)
         self.asked: Counter[str] = Counter()
         #: The keys of every FetchKeys, and the groups of every FetchGroups.
         self.fetched_keys: list[str] = []
@@ -52,20 +53,23 @@ class Service(StateService):
         return super().do_action(context, action)
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.GeneratorStream:
-        request = json.loads(ticket.ticket)
+        try:
+            request = dict(json.loads(ticket.ticket))
+        except (ValueError, TypeError, RecursionError):
+            request = {}
         if request.get("recent"):
             with self._counting:
                 self.asked["recent"] += 1
             return super().do_get(context, ticket)
         with self._counting:
-            self.asked[request["kind"]] += 1
+            self.asked[str(request.get("kind"))] += 1
             self.fetched_groups += request.get("groups", [])
-        self.before.get(request["kind"], lambda: None)()
+        self.before.get(str(request.get("kind")), lambda: None)()
         return super().do_get(context, ticket)
 
     @property
     def holdings(self) -> Holdings:
-        return self._jobs[JOB]._state.holdings
+        return self._jobs._jobs[JOB]._state.holdings
 
 
 @dataclass
@@ -308,7 +312,7 @@ def start(name: str, store: str, folder: Path) -> Worker:
     directory = folder / name if store == "rocksdb" else None
     service = Service(name, StoreOptions(store, directory))
     address = f"127.0.0.1:{service.port}"
-    return Worker(name, address, WorkerClient(address, timeout_s=60, token=TOKEN), service)
+    return Worker(name, address, WorkerClient(address, timeout_s=60, credentials=CREDENTIALS), service)
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:

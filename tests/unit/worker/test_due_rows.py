@@ -8,7 +8,6 @@ from state_workers import Driver, MakeDriver, fell_back, owned_by
 
 from anabranch.wire import messages
 from anabranch.wire.routed import DUE, EXPIRED
-from anabranch.worker import jobstate
 
 EVEN = frozenset(range(0, KEY_GROUPS, 2))
 LATER = 1_000_000
@@ -82,19 +81,6 @@ def test_other_keys_of_which_something_is_due_come_with_all_their_entries(make: 
             assert found == driver.expected(asked_for)
             assert sorted(others) == sorted(set(KEYS[:21]) - set(asked_for))
             assert due == driver.expected(others)
-
-
-def test_of_very_many_keys_that_are_due_only_some_bring_their_entries(
-    make: MakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobstate, "MAX_ROWS_PER_MESSAGE", 5)
-    driver = make("a")
-    driver.run_epoch({key: entries(n) for n, key in enumerate(KEYS)})
-    driver.begin()
-    found, due, others = due_with_entries(driver, KEYS[:3], 20)
-    assert found == driver.expected(KEYS[:3])
-    assert sorted(others) == sorted(KEYS[3:21])
-    assert due == driver.expected(others[:5])
 
 
 def test_an_epoch_that_is_run_again_finds_the_same(make: MakeDriver) -> None:

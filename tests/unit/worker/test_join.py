@@ -5,13 +5,15 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from tests.unit.control.http_job import MemoryJob
 
 from anabranch.control.http import ControlServer
 from anabranch.core.errors import LostWorkerError, SettingsError, WorkerError
-from anabranch.worker.join import join, reachable_address
+from anabranch.wire.credentials import Credentials
+from anabranch.worker.join import find_job, join, reachable_address
 
 ADDRESS = "127.0.0.1:7077"
 
@@ -23,7 +25,7 @@ def job() -> MemoryJob:
 
 @pytest.fixture
 def server(job: MemoryJob) -> Iterator[ControlServer]:
-    server = ControlServer(job, host="127.0.0.1", port=0, token="geheim-ß", strict_port=True)
+    server = ControlServer(job, host="127.0.0.1", port=0, credentials=Credentials("geheim-ß"), strict_port=True)
     yield server
     server.close()
 
@@ -46,14 +48,14 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "localhost:{}", "http://127.0.0.1:{}", "http://127.0.0.1:{}/"])
 def test_a_worker_tells_the_job_where_it_is(job: MemoryJob, server: ControlServer, form: str) -> None:
-    join(form.format(server.port), address=ADDRESS, token="geheim-ß")
+    join(form.format(server.port), address=ADDRESS, credentials=Credentials("geheim-ß"))
     assert job.asked == [("join", ADDRESS)]
 
 
 def test_a_worker_that_listens_everywhere_tells_the_address_that_leads_to_the_job(
     job: MemoryJob, server: ControlServer
 ) -> None:
-    join(f"127.0.0.1:{server.port}", address="0.0.0.0:7077", token="geheim-ß")
+    join(f"127.0.0.1:{server.port}", address="0.0.0.0:7077", credentials=Credentials("geheim-ß"))
     assert job.asked == [("join", "127.0.0.1:7077")]
     own = outer_address()
     assert reachable_address("0.0.0.0:7077", own, 9008) == f"{own}:7077"
@@ -79,12 +81,12 @@ def test_a_job_that_starts_later_is_waited_for(job: MemoryJob) -> None:
     port, servers = free_port(), []
 
     def start() -> None:
-        servers.append(ControlServer(job, host="127.0.0.1", port=port, token="", strict_port=True))
+        servers.append(ControlServer(job, host="127.0.0.1", port=port, credentials=Credentials(""), strict_port=True))
 
     timer = threading.Timer(0.5, start)
     timer.start()
     try:
-        join(f"127.0.0.1:{port}", address=ADDRESS, token="", timeout_s=20)
+        join(f"127.0.0.1:{port}", address=ADDRESS, credentials=Credentials(""), timeout_s=20)
     finally:
         timer.join()
         servers[0].close()
@@ -94,21 +96,21 @@ def test_a_job_that_starts_later_is_waited_for(job: MemoryJob) -> None:
 @pytest.mark.parametrize("fault", [LostWorkerError("It does not answer. Start it."), OSError("disk")])
 def test_a_job_that_cannot_just_now_is_asked_again(job: MemoryJob, server: ControlServer, fault: Exception) -> None:
     job.fault = fault
-    join(f"127.0.0.1:{server.port}", address=ADDRESS, token="geheim-ß")
+    join(f"127.0.0.1:{server.port}", address=ADDRESS, credentials=Credentials("geheim-ß"))
     assert job.asked == [("join", ADDRESS)]
 
 
 def test_a_job_that_stays_away_is_given_up() -> None:
     port, begun_s = free_port(), time.monotonic()
     with pytest.raises(LostWorkerError, match=rf"127.0.0.1:{port} could not be joined within 0.7 s: .*refused\. See"):
-        join(f"127.0.0.1:{port}", address=ADDRESS, token="", timeout_s=0.7)
+        join(f"127.0.0.1:{port}", address=ADDRESS, credentials=Credentials(""), timeout_s=0.7)
     assert 0.1 < time.monotonic() - begun_s < 5
 
 
 def test_the_reason_of_the_job_is_told_when_it_is_given_up(job: MemoryJob, server: ControlServer) -> None:
     job.fault = LostWorkerError("It cannot be reached. Open the port.")
     with pytest.raises(LostWorkerError, match=r"within 0 s: It cannot be reached\. Open the port\. See whether"):
-        join(f"127.0.0.1:{server.port}", address=ADDRESS, token="geheim-ß", timeout_s=0)
+        join(f"127.0.0.1:{server.port}", address=ADDRESS, credentials=Credentials("geheim-ß"), timeout_s=0)
 
 
 def test_a_worker_that_is_told_to_stop_no_longer_waits() -> None:
@@ -116,7 +118,7 @@ def test_a_worker_that_is_told_to_stop_no_longer_waits() -> None:
     timer = threading.Timer(0.3, stop.set)
     timer.start()
     begun_s = time.monotonic()
-    join(f"127.0.0.1:{free_port()}", address=ADDRESS, token="", timeout_s=60, stop=stop)
+    join(f"127.0.0.1:{free_port()}", address=ADDRESS, credentials=Credentials(""), timeout_s=60, stop=stop)
     timer.join()
     assert time.monotonic() - begun_s < 10
 
@@ -124,14 +126,14 @@ def test_a_worker_that_is_told_to_stop_no_longer_waits() -> None:
 @pytest.mark.parametrize("token", ["", "wrong"])
 def test_the_wrong_token_is_not_tried_twice(job: MemoryJob, server: ControlServer, token: str) -> None:
     with pytest.raises(SettingsError, match=r"The job refuses this worker: .*token.*--token or ANABRANCH_TOKEN"):
-        join(f"127.0.0.1:{server.port}", address=ADDRESS, token=token)
+        join(f"127.0.0.1:{server.port}", address=ADDRESS, credentials=Credentials(token))
     assert job.asked == []
 
 
 def test_a_refusal_for_good_is_told(job: MemoryJob, server: ControlServer) -> None:
     job.fault = SettingsError("Two workers have the same id. Start it with another --id.")
     with pytest.raises(WorkerError, match=r"refuses the worker at 127.0.0.1:7077: Two workers .* another --id\."):
-        join(f"127.0.0.1:{server.port}", address=ADDRESS, token="geheim-ß")
+        join(f"127.0.0.1:{server.port}", address=ADDRESS, credentials=Credentials("geheim-ß"))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,21 @@ def test_a_refusal_for_good_is_told(job: MemoryJob, server: ControlServer) -> No
 )
 def test_what_is_no_address_of_a_job_is_an_error(control: str) -> None:
     with pytest.raises(SettingsError, match=r"is not the address of a job\. Write --join HOST:PORT"):
-        join(control, address=ADDRESS, token="", timeout_s=0)
+        join(control, address=ADDRESS, credentials=Credentials(""), timeout_s=0)
+
+
+@pytest.mark.parametrize(
+    "control", ["localhost:1?token=geheim", "http://geheim@h:1", "h:1#geheim", "h?token=geheim", "x:geheim@h"]
+)
+def test_a_token_in_the_address_of_a_job_is_refused_and_not_shown(control: str) -> None:
+    for attempt in (
+        lambda: join(control, address=ADDRESS, credentials=Credentials(""), timeout_s=0),
+        lambda: find(control, timeout_s=0),
+        lambda: find(control, Credentials("t"), timeout_s=0),
+    ):
+        with pytest.raises(SettingsError, match=r"is not the address of a job\. Write --join HOST:PORT") as caught:
+            attempt()
+        assert "geheim" not in str(caught.value)
 
 
 def test_another_web_server_is_not_taken_for_a_job() -> None:
@@ -155,7 +171,7 @@ def test_another_web_server_is_not_taken_for_a_job() -> None:
         thread = threading.Thread(target=other.handle_request)
         thread.start()
         with pytest.raises(WorkerError, match=r"is not a job: it answered with 404"):
-            join(f"127.0.0.1:{other.server_port}", address=ADDRESS, token="")
+            join(f"127.0.0.1:{other.server_port}", address=ADDRESS, credentials=Credentials(""))
         thread.join()
 
 
@@ -171,5 +187,65 @@ def test_what_does_not_speak_http_is_told() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(LostWorkerError, match="does not speak HTTP"):
-            join(f"127.0.0.1:{listener.getsockname()[1]}", address=ADDRESS, token="", timeout_s=0)
+            join(f"127.0.0.1:{listener.getsockname()[1]}", address=ADDRESS, credentials=Credentials(""), timeout_s=0)
         thread.join()
+
+
+# ------------------------------------------------------------------------------------------------- the token
+
+
+def find(control: str, given: Credentials | None = None, timeout_s: float = 20) -> tuple[str, Credentials]:
+    return find_job(control, given or Credentials(), threading.Event(), timeout_s=timeout_s)
+
+
+def test_the_token_of_a_job_of_the_same_user_is_found(server: ControlServer) -> None:
+    # Under the name, somebody else may answer.
+    for control in (f"localhost:{server.port}", f"[::1]:{server.port}", f"{socket.gethostname()}:{server.port}"):
+        place, found = find(control)
+        assert (place, found.token) == (f"http://127.0.0.1:{server.port}", "geheim-ß")
+    given = Credentials("given")
+    assert find(server.url, given) == (server.url, given)
+
+
+def test_a_token_that_is_given_goes_to_the_job_that_has_it_and_to_nobody_who_goes_by_its_name(
+    server: ControlServer,
+) -> None:
+    given = Credentials("geheim-ß")
+    with socket.socket(socket.AF_INET6) as impostor:
+        try:
+            impostor.bind(("::1", server.port))
+            impostor.listen()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        for name in ("localhost", "[::1]", socket.gethostname()):
+            assert find(f"{name}:{server.port}", given) == (f"http://127.0.0.1:{server.port}", given)
+    assert find(f"192.0.2.1:{server.port}", given) == (f"192.0.2.1:{server.port}", given)
+
+
+def test_the_token_of_a_job_that_starts_later_is_waited_for(job: MemoryJob) -> None:
+    port, servers = free_port(), []
+
+    def start() -> None:
+        secret = Credentials("late")
+        servers.append(ControlServer(job, host="127.0.0.1", port=port, credentials=secret, strict_port=True))
+
+    timer = threading.Timer(0.5, start)
+    timer.start()
+    try:
+        assert find(f"127.0.0.1:{port}")[1].token == "late"
+    finally:
+        timer.join()
+        servers[0].close()
+
+
+def test_a_job_of_another_user_is_not_waited_for(
+    server: ControlServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(SettingsError, match=r"No job of this user on this machine.*ANABRANCH_TOKEN.*query\.token"):
+        find(server.url, timeout_s=3600)
+
+
+def test_a_job_on_another_machine_needs_a_token_that_is_given() -> None:
+    with pytest.raises(SettingsError, match=r"set ANABRANCH_TOKEN to it"):
+        find("192.0.2.1:9008", timeout_s=3600)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from keyed_state import KEY_GROUPS, KEYS, entries, group_of, keys_table
-from state_workers import TOKEN, Driver, MakeDriver, Worker, changed, fell_back, owned_by, wait_until
+from state_workers import CREDENTIALS, JOB, Driver, MakeDriver, Worker, changed, fell_back, owned_by, wait_until
 
 from anabranch.control.launcher import EmbeddedWorkers
 from anabranch.core.errors import AnabranchError, CheckpointError
 from anabranch.wire import messages
 from anabranch.wire.client import WorkerClient
+from anabranch.wire.credentials import Credentials
 
 EVEN, ODD = frozenset(range(0, KEY_GROUPS, 2)), frozenset(range(1, KEY_GROUPS, 2))
 
@@ -95,11 +96,11 @@ def test_an_assignment_points_what_is_under_way_to_the_files_of_now(two: Driver)
 
 
 def test_a_process_that_is_killed_while_it_hands_over_loses_nothing(make: MakeDriver, tmp_path: Path) -> None:
-    processes = EmbeddedWorkers(store="memory", state_path=str(tmp_path), token=TOKEN, start_timeout_s=60)
+    processes = EmbeddedWorkers(store="memory", state_path=str(tmp_path), credentials=CREDENTIALS, start_timeout_s=60)
     try:
         (started,) = processes.start(1)
         driver = make("b")
-        driver.add(Worker("p", started.address, WorkerClient(started.address, timeout_s=60, token=TOKEN)))
+        driver.add(Worker("p", started.address, WorkerClient(started.address, timeout_s=60, credentials=CREDENTIALS)))
         driver.give("p")
         driver.run_epoch(changed(driver, KEYS), drain_rows=-1)
         driver.wait_until_all_has_arrived("p")
@@ -230,13 +231,13 @@ def test_a_release_that_waits_its_turn_lets_go_only_of_what_it_is_about(make: Ma
     driver.run_epoch({})
     driver.wait_until_all_has_arrived()
     busy = threading.Event()
-    job = driver.workers["a"].local._jobs["job"]
-    job._folder.submit(busy.wait, 30)
+    job = driver.workers["a"].local._jobs._jobs[JOB]
+    job._folds._line.submit(lambda: busy.wait(30))
     driver.release()
     as_of = driver.epoch
     driver.give(owned_by("b", ODD))
     busy.set()
-    job._folder.submit(lambda: None).result(30)
+    job._folds._line.submit(lambda: None).result(30)
     keys = [key for key in KEYS if group_of(key) in ODD and key in driver.model]
     assert len(driver.fetch_keys("a", keys, as_of=as_of)) == len(keys)
 
@@ -282,7 +283,7 @@ def test_a_worker_that_does_not_answer_its_peer_is_given_up_after_its_time(
 
 
 def test_a_peer_with_another_token_is_refused_and_does_no_harm(two: Driver) -> None:
-    stranger = WorkerClient(two.workers["a"].address, timeout_s=10, token="wrong")
+    stranger = WorkerClient(two.workers["a"].address, timeout_s=10, credentials=Credentials("wrong"))
     two.give("b")
     request = messages.FetchGroups(**two.job, as_of=two.epoch, stage=1, variable="total", groups=[0])
     with pytest.raises(AnabranchError, match="token"):

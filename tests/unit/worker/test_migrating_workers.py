@@ -2,7 +2,7 @@
 
 import pytest
 from keyed_state import KEY_GROUPS, KEYS, KEYS_OF_GROUP, Entries, entries, from_answers, group_of, hash_of, keys_table
-from state_workers import Driver, MakeDriver, changed, fell_back, owned_by
+from state_workers import JOB, Driver, MakeDriver, changed, fell_back, owned_by
 
 from anabranch.core.errors import EpochError, FencedError, WorkerError
 from anabranch.wire import messages
@@ -173,7 +173,7 @@ def test_a_write_to_a_key_that_was_not_read_before_counts(two: Driver) -> None:
         two.write(changed(two, KEYS))
         two.commit()
         two.run_epoch({})  # what was written is merged into the store, where the drain brings the rest
-        two.workers["b"].local._jobs["job"]._folder.submit(lambda: None).result(30)
+        two.workers["b"].local._jobs._jobs[JOB]._folds._line.submit(lambda: None).result(30)
     two.wait_until_all_has_arrived()
     assert two.scan_all() == two.model
     two.run_epoch(changed(two, KEYS[::2]))

@@ -313,7 +313,8 @@ def server() -> Iterator[RedisServer]:
 
 
 def opened(server: RedisServer, layout: Layout, timeout_s: float = 10.0) -> RedisStore:
-    store = RedisStore(VariableCodec(layout).shape(KEY_GROUPS), connect(server.url, timeout_s=timeout_s), "job")
+    connection = connect(server.url, timeout_s=timeout_s, patience_s=0.0)
+    store = RedisStore(VariableCodec(layout).shape(KEY_GROUPS), connection, "job")
     store.use(ALL, "a")
     store.apply(changes(layout, range(100), 1))
     return store
@@ -333,7 +334,7 @@ def test_a_redis_that_was_restarted_is_noticed_and_can_be_filled_again(server: R
         store.rows,
     ):
         for _ in range(2):
-            with pytest.raises(WorkerError, match=r"no longer has the state .* restart the query"):
+            with pytest.raises(WorkerError, match=r"no longer has the state .* start it again"):
                 lost()
     with pytest.raises(WorkerError, match="no longer has the state"):
         next(begun)
@@ -356,6 +357,22 @@ def test_a_redis_that_went_back_in_time_is_noticed(server: RedisServer, layout: 
     client.close()
 
 
+def test_a_change_that_arrives_late_does_not_undo_newer_ones(
+    server: RedisServer, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(server, layout)
+    sent: list[Any] = []
+    answers = RedisConnection._answers
+    monkeypatch.setattr(RedisConnection, "_answers", lambda self, piece: sent.append(piece) or answers(self, piece))
+    store.apply(changes(layout, range(100), 2))
+    store.apply(changes(layout, range(100), 3))
+    answers(store._rows._connection, sent[0])
+    assert read(store, layout, range(100)) == dict.fromkeys(range(100), 3)
+    assert store.rows() == 100
+    store.apply(changes(layout, range(100), 4))
+    assert read(store, layout, range(100)) == dict.fromkeys(range(100), 4)
+
+
 def test_scripts_that_redis_has_forgotten_are_sent_again(server: RedisServer, layout: Layout) -> None:
     store = opened(server, layout)
     with server.client() as client:
@@ -366,7 +383,9 @@ def test_scripts_that_redis_has_forgotten_are_sent_again(server: RedisServer, la
     assert store.rows() == 100
 
 
-def test_a_redis_without_memory_says_so_and_the_change_can_be_repeated(server: RedisServer, layout: Layout) -> None:
+def test_a_redis_without_memory_says_so_and_its_key_groups_are_filled_again(
+    server: RedisServer, layout: Layout
+) -> None:
     store = opened(server, layout)
     with server.client() as client:
         client.config_set("maxmemory", "1mb")
@@ -374,6 +393,11 @@ def test_a_redis_without_memory_says_so_and_the_change_can_be_repeated(server: R
             store.apply(changes(layout, range(200), 2))
         assert read(store, layout, range(200)) == dict.fromkeys(range(100), 1)
         client.config_set("maxmemory", "0")
+    assert store.is_lost
+    with pytest.raises(WorkerError, match="or a change failed"):
+        store.apply(changes(layout, range(200), 2))
+    assert store.use(ALL, "b") == set(ALL)
+    assert not store.is_lost
     store.apply(changes(layout, range(200), 2))
     assert store.rows() == 200
 

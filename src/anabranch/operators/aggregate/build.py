@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
+from pyspark.errors import PySparkTypeError
 from pyspark.sql import Column, DataFrame
 from pyspark.sql.types import ByteType, StructField, StructType
 
@@ -175,10 +176,20 @@ def _buffer_schema(functions: Sequence[AggregateFunction]) -> pa.Schema:
     for function in functions:
         for buffer, meaning in zip(function.buffers, function.meanings, strict=True):
             name = _unique(function.output_name + buffer.suffix, taken)
-            (column,) = arrow_schema([StructField(name, buffer.type)])
+            (column,) = _arrow_schema(StructField(name, buffer.type), function)
             column = column.with_nullable(buffer.nullable)
             columns.append(column.with_metadata({MEANING: meaning.encode()}))
     return pa.schema(columns)
+
+
+def _arrow_schema(field: StructField, function: AggregateFunction) -> pa.Schema:
+    try:
+        return arrow_schema([field])
+    except PySparkTypeError as error:
+        raise UnsupportedError(
+            f"The aggregate {function.output_name!r} would keep {field.dataType.simpleString()} in the state, which is "
+            "not supported. Cast it to a number, or to a string, before."
+        ) from error
 
 
 def _unique(name: str, taken: set[str]) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, DataType, LongType, StructField, StructType
+from pyspark.sql.types import ArrayType, DataType, DecimalType, LongType, NumericType, StructField, StructType
 
 from anabranch.core.errors import UnsupportedError
+from anabranch.engine.java import java_class
 from anabranch.operators.aggregate import catalyst
 from anabranch.operators.aggregate.call import Buffer, Call, Columns, Parts
 from anabranch.operators.aggregate.lists import Concatenated, Counted, United
@@ -58,12 +59,20 @@ def count_distinct(call: Call) -> Parts:
 
 
 def sum_distinct(call: Call) -> Parts:
-    return _distinct(call, lambda values: _total(values, call.output))
+    attempted = call.name == "try_sum"
+    fails = str(call.function.evalContext().evalMode()) == "ANSI"
+    return _distinct(call, lambda values: _total(values, call.output, attempted=attempted, fails=fails))
 
 
 def avg_distinct(call: Call) -> Parts:
     total, _ = (catalyst.type_of(a) for a in catalyst.sequence(call.function.aggBufferAttributes()))
-    return _distinct(call, lambda values: call.evaluated([_total(values, total), F.size(values).cast("long")]))
+    attempted = call.name == "try_avg"
+
+    def finish(values: Column) -> Column:
+        # A sum of decimals that does not fit is null in Spark's buffer, and fails, if it does, when that is evaluated.
+        return call.evaluated([_total(values, total, attempted=attempted, fails=False), F.size(values).cast("long")])
+
+    return _distinct(call, finish)
 
 
 def mode(call: Call) -> Parts:
@@ -92,6 +101,10 @@ def percentile(call: Call) -> Parts:
     backwards, discrete = function.reverse(), catalyst.kind(function) == "PercentileDisc"
     if discrete and function.legacyCalculation():
         raise UnsupportedError("percentile_disc is not supported with spark.sql.legacy.percentileDiscCalculation.")
+    if not isinstance(call.types[0], NumericType):
+        raise UnsupportedError(
+            f"The aggregate {call.text!r} is not supported over {call.types[0].simpleString()}. Cast it to a number."
+        )
     percentages = catalyst.column(call.parameter(1))
 
     def finish(counts: Column) -> Column:
@@ -116,7 +129,7 @@ def _percentile(counts: Column, percentage: Column, discrete: bool) -> Column:
     def at(position: Column) -> Column:
         lower, higher = F.floor(position), F.ceil(position)
         low, high = (_value_at(counts, index) for index in (lower, higher))
-        between = (higher - position) * low + (position - lower) * high
+        between = low + (position - lower) * (high - low)
         return F.when((lower == higher) | (low == high), low).otherwise(between)
 
     return _bound((total - 1) * percentage, at)
@@ -192,10 +205,31 @@ def _distinct(call: Call, finish: Callable[[Column], Column]) -> Parts:
     return Parts((held,), (buffer,), lambda buffers: finish(buffers[0]))
 
 
-def _total(values: Column, kind: DataType) -> Column:
-    """The sum of an array's elements; null if there are none."""
-    total = F.aggregate(values, F.lit(0).cast(kind), lambda sum, value: (sum + value.cast(kind)).cast(kind))
+def _total(values: Column, kind: DataType, *, attempted: bool, fails: bool) -> Column:
+    """The sum of an array's elements; null if there are none, or if it is only attempted and does not fit.
+
+    A sum of decimals that does not fit is null as well, unless it `fails`.
+    """
+    if isinstance(kind, DecimalType):
+        total = _total_of_decimals(values, kind, fails=fails)
+    elif attempted:
+        total = F.aggregate(values, F.lit(0).cast(kind), lambda sum, value: F.try_add(sum, value.cast(kind)))
+    else:
+        total = F.aggregate(values, F.lit(0).cast(kind), lambda sum, value: sum + value.cast(kind))
     return F.when(F.size(values) > 0, total)
+
+
+def _total_of_decimals(values: Column, kind: DecimalType, *, fails: bool) -> Column:
+    """The sum as Spark's own aggregate takes it: a plus of two columns makes room in front, at the cost of digits."""
+    expressions = "org.apache.spark.sql.catalyst.expressions."
+    java_type = java_class("org.apache.spark.sql.types.DataTypes").createDecimalType(kind.precision, kind.scale)
+
+    def add(sum: Column, value: Column) -> Column:
+        parts = [catalyst.expression(column) for column in (sum, value.cast(kind))]
+        return catalyst.column(java_class(expressions + "DecimalAddNoOverflowCheck")(*parts, java_type))
+
+    total = catalyst.expression(F.aggregate(values, F.lit(0).cast(kind), add))
+    return catalyst.column(java_class(expressions + "CheckOverflowInSum")(total, java_type, not fails, None))
 
 
 def _check_nulls(call: Call) -> None:

@@ -27,7 +27,7 @@ def moments(call: Call) -> Parts:
         m2 = _or_zero(F.var_pop(x)) * n
         found = {
             "n": n,
-            "avg": _or_zero(F.avg(x)),
+            "avg": _mean(x),
             "m2": m2,
             # From Spark's own definitions of skewness and kurtosis, which are none where all values are equal.
             "m3": _or_zero(F.when(m2 != 0, F.skewness(x) * F.sqrt(m2 * m2 * m2 / n))),
@@ -53,8 +53,8 @@ def comoments(call: Call) -> Parts:
         n = F.count(x).cast("double")
         found = [
             n,
-            _or_zero(F.avg(x)),
-            _or_zero(F.avg(y)),
+            _mean(x),
+            _mean(y),
             _or_zero(F.covar_pop(x, y)) * n,
             _or_zero(F.var_pop(x)) * n,
             _or_zero(F.var_pop(y)) * n,
@@ -65,6 +65,15 @@ def comoments(call: Call) -> Parts:
         return call.evaluated([buffers[0][name] for name in names])
 
     return Parts(call.arguments, (Buffer("", partial, _doubles(*fields), Comoments()),), finish)
+
+
+def _mean(x: Column) -> Column:
+    """The mean, between the smallest and the largest value: a sum that is rounded may leave that range, or be infinite.
+
+    Epochs of one and the same value must have that very mean, or the value would seem to vary.
+    """
+    x = x.cast("double")
+    return _or_zero(F.greatest(F.min(x), F.least(F.max(x), F.avg(x))))
 
 
 def _or_zero(column: Column) -> Column:

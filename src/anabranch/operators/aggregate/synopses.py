@@ -26,7 +26,6 @@ from pyspark.sql.types import (
     BinaryType,
     DataType,
     DateType,
-    DayTimeIntervalType,
     DoubleType,
     FloatType,
     IntegerType,
@@ -36,7 +35,6 @@ from pyspark.sql.types import (
     StructType,
     TimestampNTZType,
     TimestampType,
-    YearMonthIntervalType,
 )
 
 from anabranch.core.errors import UnsupportedError
@@ -44,6 +42,7 @@ from anabranch.engine.java import java_class
 from anabranch.operators.aggregate import catalyst
 from anabranch.operators.aggregate.call import Buffer, Call, Columns, Parts
 from anabranch.operators.aggregate.lists import Registers, TopCounted
+from anabranch.operators.aggregate.merge import Merge
 from anabranch.operators.aggregate.sketches import Bitmaps, CountMin, Sketched, SketchKind
 
 #: Spark's classes that make or merge KLL sketches, and of what.
@@ -145,7 +144,8 @@ def _bias(helper: catalyst.Expression, raw: Column) -> Column:
     """Spark's own table of biases, which is code and not an expression."""
     object_type = java_class("org.apache.spark.sql.types.ObjectType")
     target = java_class("org.apache.spark.sql.catalyst.expressions.Literal")(helper, object_type(helper.getClass()))
-    double = catalyst.expression(F.lit(0.0)).dataType()
+    # Of an expression that is not analysed yet, such as a literal, Spark says that its type is void.
+    double = java_class("org.apache.spark.sql.types.DataTypes").DoubleType
     return catalyst.column(
         java_class("org.apache.spark.sql.catalyst.expressions.objects.Invoke")(
             target, "estimateBias", double, catalyst.scala([catalyst.expression(raw)]), catalyst.scala([]),
@@ -159,32 +159,49 @@ def percentile_approx(call: Call) -> Parts:
     accuracy = int(_constant(call, 2, 10_000))
     size = min(_KLL_LARGEST_K, max(200, math.ceil((2.296 * accuracy) ** (1 / 0.9021))))
     kind = call.types[0]
+    _check_number(call, kind)
+    floating = isinstance(kind, FloatType | DoubleType)
     percentages = catalyst.column(call.parameter(1))
     several = isinstance(call.output, ArrayType)
 
     def partial(inputs: Columns) -> Column:
-        return F.kll_sketch_agg_double(_as_double(call, inputs[0], kind), size)
+        value = _as_double(inputs[0], kind)
+        # The sketch would leave out NaN. To Spark it is above every number, and so is infinity to the sketch.
+        value = F.when(F.isnan(value), F.lit(math.inf)).otherwise(value) if floating else value
+        return F.kll_sketch_agg_double(value, size)
 
     def finish(buffers: Columns) -> Column:
         found = F.kll_sketch_get_quantile_double(buffers[0], percentages)
-        value = F.transform(found, lambda one: _from_double(one, kind)) if several else _from_double(found, kind)
-        return F.when(F.kll_sketch_get_n_double(buffers[0]) > 0, value)
+        count = F.kll_sketch_get_n_double(buffers[0])
 
-    buffer = Buffer("", partial, BinaryType(), Sketched(SketchKind.KLL_DOUBLES))
-    return Parts(call.arguments, (buffer,), finish)
+        def value(one: Column, percentage: Column) -> Column:
+            if floating:
+                is_nan = F.greatest(F.ceil(percentage * count), F.lit(1)) > count - buffers[1]
+                one = F.when((buffers[1] > 0) & is_nan, F.lit(math.nan)).otherwise(one)
+            return _from_double(one, kind)
+
+        result = F.zip_with(found, percentages, value) if several else value(found, percentages)
+        return F.when(count > 0, result)
+
+    buffers = [Buffer("", partial, BinaryType(), Sketched(SketchKind.KLL_DOUBLES))]
+    if floating:
+        nans = Buffer(".nan", lambda inputs: F.count_if(F.isnan(inputs[0])), LongType(), Merge.SUM)
+        buffers.append(nans)
+    return Parts(call.arguments, tuple(buffers), finish)
 
 
-def _as_double(call: Call, value: Column, kind: DataType) -> Column:
+def _check_number(call: Call, kind: DataType) -> None:
+    if not isinstance(kind, NumericType | DateType | TimestampType) or isinstance(kind, TimestampNTZType):
+        raise UnsupportedError(
+            f"The aggregate {call.text!r} is not supported over {kind.simpleString()}. Cast it to a number."
+        )
+
+
+def _as_double(value: Column, kind: DataType) -> Column:
     if isinstance(kind, DateType):
         return F.unix_date(value).cast("double")
     if isinstance(kind, TimestampType):
         return F.unix_micros(value).cast("double")
-    if isinstance(kind, TimestampNTZType | DayTimeIntervalType | YearMonthIntervalType) or not isinstance(
-        kind, NumericType
-    ):
-        raise UnsupportedError(
-            f"The aggregate {call.text!r} is not supported over {kind.simpleString()}. Cast it to a number."
-        )
     return value.cast("double")
 
 
@@ -193,7 +210,8 @@ def _from_double(value: Column, kind: DataType) -> Column:
         return F.date_from_unix_date(value.cast("int"))
     if isinstance(kind, TimestampType):
         return F.timestamp_micros(value.cast("long"))
-    return value.cast(kind)
+    # The nearest double of a decimal may be too large for its type.
+    return value.try_cast(kind)
 
 
 def approx_top_k(call: Call) -> Parts:

@@ -14,7 +14,7 @@ from anabranch.core.errors import EpochError
 from anabranch.core.schemas import HASH, INDEX, Layout, Op
 from anabranch.operators.process.grouping import find_keys
 from anabranch.operators.process.handles import LocalHandle
-from anabranch.operators.process.program import Program, TimeMode
+from anabranch.operators.process.program import Program
 from anabranch.operators.process.timers import TIMERS
 from anabranch.operators.process.tuples import UnstorableError
 from anabranch.operators.process.variable import Changes, Entries
@@ -29,7 +29,6 @@ class LocalState:
 
     def __init__(self, program: Program, keys: pa.Table, *, now_ms: int, due_up_to_ms: int | None) -> None:
         self._spec = program.spec
-        self._time_mode = program.time_mode
         #: The keys of the task: those with rows first, then others with something to do.
         self.keys = keys
         self.handle = LocalHandle(program.spec, program.time_mode, program.tables, program.asked)
@@ -68,10 +67,9 @@ class LocalState:
     def _due_timers(self) -> Expiry | None:
         if self._due_up_to_ms is None:
             return None
+        # Also of key groups that are still on their way: if the epoch is repeated, the same timers have to fire.
         column = self._spec.layouts[TIMERS].subkey.names[0]
-        # A timer that goes by the time of day may be late; one that goes by event time has its epoch.
-        whole = self._time_mode is TimeMode.EVENT_TIME
-        return Expiry(TIMERS, column, "", self._due_up_to_ms, whole=whole)
+        return Expiry(TIMERS, column, "", self._due_up_to_ms)
 
     def _expiries(self) -> list[Expiry]:
         expiries = []

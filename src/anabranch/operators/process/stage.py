@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from typing import ClassVar, Protocol, Self
 
 import pyarrow as pa
@@ -12,6 +13,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql.streaming.stateful_processor import TimerValues
 from pyspark.sql.types import StructField, StructType
 
+from anabranch.core.errors import EpochError
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine.batches import ONLY_EPOCH, Batch
@@ -20,7 +22,7 @@ from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.taskepoch import TaskEpoch
 from anabranch.engine.tasks import run_in_tasks
-from anabranch.operators.keys import key_name, with_keys
+from anabranch.operators.keys import WATERMARK, key_name, with_keys
 from anabranch.operators.process.initial import InitialState, UnitedRows
 from anabranch.operators.process.program import Program, TimeMode
 from anabranch.operators.state import StageState, note_dropped
@@ -121,7 +123,8 @@ class ProcessStage:
         if context.tables is not None and self.tables:
             shared = {name: context.tables.shared(rows.sparkSession, name) for name in self.tables}
             program = replace(program, tables=shared)
-        return rows, _ProcessTask(program, self.run, self._late_rows(), united)
+        emitted = None if self.spec.number in context.may_emit_late else EmittedTimes.of(program.output)
+        return rows, _ProcessTask(program, self.run, self._late_rows(), united, emitted)
 
     def _initial(self, context: EpochContext) -> InitialState | None:
         """The initial state, in the first epoch of all; whoever runs that again begins with it again."""
@@ -155,6 +158,38 @@ class LateRows:
 
 
 @dataclass(frozen=True)
+class EmittedTimes:
+    """The event times of what a processor gives out: as in Spark, it must not be too late for the stages after it."""
+
+    column: str
+
+    @classmethod
+    def of(cls, output: StructType) -> Self | None:
+        """None if no column of the output is one of event time."""
+        return next((cls(field.name) for field in output.fields if WATERMARK in (field.metadata or {})), None)
+
+    def checked(
+        self, batches: Iterable[pa.RecordBatch], stage: str, watermark_ms: int | None
+    ) -> Iterator[pa.RecordBatch]:
+        """The batches, up to one with a row that the watermark has passed."""
+        for batch in batches:
+            earliest = None if watermark_ms is None else pc.min(batch.column(self.column).cast(pa.int64())).as_py()
+            if watermark_ms is not None and earliest is not None and earliest <= watermark_ms * 1000:
+                raise EpochError(
+                    f"[EMITTING_ROWS_OLDER_THAN_WATERMARK_NOT_ALLOWED] The stage {stage!r} gave out a row with "
+                    f"{self.column} at {_shown(earliest)}, which is not after the watermark, "
+                    f"{_shown(watermark_ms * 1000)}: stages after it would drop the row. Let the processor give out "
+                    "later times, or leave out eventTimeColumnName if no later stage goes by them. Where a later "
+                    "stage drops late rows, writeStream.lateRows(...) keeps such rows instead."
+                )
+            yield batch
+
+
+def _shown(time_us: int) -> str:
+    return f"{datetime(1970, 1, 1) + timedelta(microseconds=time_us)} UTC"
+
+
+@dataclass(frozen=True)
 class _ProcessTask:
     """What a task does with its partition."""
 
@@ -162,6 +197,8 @@ class _ProcessTask:
     run: Run
     late: LateRows | None
     united: UnitedRows | None
+    #: Only if its rows must not be older than the watermark.
+    emitted: EmittedTimes | None
 
     def __call__(
         self, batches: Sequence[pa.RecordBatch], state: StageState, epoch: TaskEpoch
@@ -174,4 +211,7 @@ class _ProcessTask:
             note_dropped(state, batches, timely)
             batches = timely
         times = self.program.times(epoch.processing_time_ms, epoch.watermark_ms)
-        return self.run(batches, self.program, state, times, initial)
+        output = self.run(batches, self.program, state, times, initial)
+        if self.emitted is None:
+            return output
+        return self.emitted.checked(output, self.program.spec.name, epoch.late_watermark_ms)

@@ -39,6 +39,7 @@ class RedisStore:
             raise WorkerError(f"{prefix!r} cannot begin the names of Redis keys; use one without braces.")
         self._shape = shape
         self._address = connection.address
+        self._connection = connection
         self._prefix = prefix
         self._rows = GroupRows(shape, connection)
         #: The key groups in use. Replaced as a whole, never changed, so that readers need no lock.
@@ -69,6 +70,23 @@ class RedisStore:
             self._places = {**self._places, **places}
             self._rows.remove(others)
         return frozenset(place.group for place in made)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether some key group in use is of no use any more: it has to be filled again under another incarnation."""
+        return any(place.is_lost for place in self._places.values())
+
+    def look(self) -> None:
+        """Find out whether Redis still has all key groups in use: see ``is_lost``. An error if it cannot be asked."""
+        try:
+            self.rows()
+        except WorkerError:
+            if not self.is_lost:
+                raise
+
+    def versions(self, groups: Collection[int]) -> dict[int, int]:
+        """The versions of those of these key groups that are in use."""
+        return {place.group: place.version for place in self._in_use(groups)}
 
     def hand_over(self, groups: Collection[int]) -> None:
         """Forget these key groups, and leave them in Redis: another worker goes on with them."""
@@ -121,7 +139,8 @@ class RedisStore:
         with self._changing:
             places, self._places = list(self._places.values()), {}
             try:
-                self._rows.remove(places)
+                with self._connection.impatient():
+                    self._rows.remove(places)
             except WorkerError as error:
                 logger.warning("state of %d key groups is left behind in Redis: %s", len(places), error)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha1
@@ -17,6 +19,7 @@ from redis.cluster import RedisCluster
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
+    ClusterDownError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
@@ -44,6 +47,10 @@ _SCHEMES = {
 _EXAMPLES = "redis://host:6379/0, rediss://user:password@host:6379/0 or redis+cluster://host:6379"
 _CONNECT_TIMEOUT_S = 5.0
 _RETRIES = 2
+#: How long a Redis that cannot be reached is tried again, and how often: it may be starting anew. Shorter than callers
+#: of a worker wait for its answer.
+PATIENCE_S = 15.0
+_RETRY_S = 0.25
 #: Bounds of what is sent before the answers are read: the rest follows when these are there.
 _PIPELINE_COMMANDS = 1 << 11
 _PIPELINE_BYTES = 8 << 20
@@ -53,12 +60,13 @@ _SCAN_KEYS = 1000
 class RedisConnection:
     """A server or cluster by its URL. Any thread may call any method; all stores of a process share one."""
 
-    def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, url: str, *, timeout_s: float = 10.0, patience_s: float = PATIENCE_S) -> None:
         parts = _parsed(url)
         scheme, self._is_cluster = _SCHEMES[parts.scheme]
         #: Where it is, with neither user nor password.
         self.address = f"{parts.hostname}:{parts.port or 6379}{'' if self._is_cluster else parts.path}"
         self._timeout_s = timeout_s
+        self._outage = _Outage(patience_s)
         #: What no message may show.
         self._secrets = [secret for secret in {parts.password, unquote(parts.password or "")} if secret]
         #: The scripts in use, by their digest: a server forgets them when it starts.
@@ -86,13 +94,23 @@ class RedisConnection:
     def run(self, commands: Sequence[Command]) -> list[Any]:
         """The answers to these commands, in their order, sent in bounded pieces.
 
-        Each must do the same twice as once, because a piece is sent again when the connection fails.
+        Each must do the same twice as once, because a piece is sent again when the connection fails. While Redis
+        cannot be reached, it is tried again for a while.
         """
         answers: list[Any] = []
         for piece in _pieces(commands):
             with self._errors():
-                answers += self._run_piece(piece)
+                answers += self._run_patiently(piece)
         return answers
+
+    @contextmanager
+    def impatient(self) -> Iterator[None]:
+        """What this thread runs meanwhile fails at once if Redis cannot be reached."""
+        self._outage.of_thread.fails_at_once = True
+        try:
+            yield
+        finally:
+            self._outage.of_thread.fails_at_once = False
 
     def check(self) -> None:
         """Make sure that state can be kept here; an error says what is wrong."""
@@ -122,6 +140,19 @@ class RedisConnection:
         """Let go of all connections."""
         with self._errors():
             self._client.close()
+
+    def _run_patiently(self, piece: Sequence[Command]) -> list[Any]:
+        while True:
+            try:
+                answers = self._run_piece(piece)
+            except (RedisError, RedisClusterException, OSError) as error:
+                if not _is_away(error) or not self._outage.may_wait():
+                    raise
+                logger.warning("Redis at %s cannot be reached, and is tried again", self.address)
+                self._outage.wait()
+            else:
+                self._outage.end()
+                return answers
 
     def _run_piece(self, piece: Sequence[Command]) -> list[Any]:
         answers = self._answers(piece)
@@ -204,9 +235,39 @@ class RedisConnection:
         return WorkerError(f"{where} refused a command ({text}). Check its version (6.2 or newer) and its log.")
 
 
-def connect(url: str, *, timeout_s: float = 10.0) -> RedisConnection:
+class _Outage:
+    """How long Redis has been away, as far as any thread has noticed: who comes late waits for less."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._since_s: float | None = None
+        self._last_s = 0.0
+        self._over = threading.Event()
+        self.of_thread = threading.local()
+
+    def may_wait(self) -> bool:
+        """Notes that Redis is away; returns whether to try again."""
+        now_s = time.monotonic()
+        # An outage of which nobody has heard for long may have been over since.
+        if self._since_s is None or now_s - self._last_s > self._patience_s:
+            self._since_s = now_s
+        self._last_s = now_s
+        self._over.clear()
+        is_patient = not getattr(self.of_thread, "fails_at_once", False)
+        return is_patient and now_s - self._since_s < self._patience_s
+
+    def wait(self) -> None:
+        """Wait until it is time to try again, or another thread has reached Redis."""
+        self._over.wait(_RETRY_S)
+
+    def end(self) -> None:
+        self._since_s = None
+        self._over.set()
+
+
+def connect(url: str, *, timeout_s: float = 10.0, patience_s: float = PATIENCE_S) -> RedisConnection:
     """A connection that has been checked: Redis answers, takes writes and does not throw keys away."""
-    connection = RedisConnection(url, timeout_s=timeout_s)
+    connection = RedisConnection(url, timeout_s=timeout_s, patience_s=patience_s)
     connection.check()
     return connection
 
@@ -235,6 +296,13 @@ def _parsed(url: str) -> SplitResult:
     if not re.fullmatch(r"\d*", database):
         raise SettingsError(f"The database of a Redis is a number; write the URL like {_EXAMPLES}.")
     return parts
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether Redis may be starting anew. One that does not answer in time has been waited for already."""
+    refusals = AuthenticationError | AuthorizationError | RedisTimeoutError | TimeoutError
+    away = redis.ConnectionError | ClusterDownError | RedisClusterException | OSError
+    return isinstance(error, away) and not isinstance(error, refusals)
 
 
 def _pieces(commands: Sequence[Command]) -> Iterator[Sequence[Command]]:

@@ -13,6 +13,7 @@ A key is written as its hash, eight bytes, and its encoded form.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,8 @@ class GroupPlace:
     group: int
     name: bytes
     version: int = 0
+    #: Whether Redis has lost some of them, or may have made a half of a change. It is of no use any more.
+    is_lost: bool = False
 
     @property
     def head(self) -> bytes:
@@ -101,10 +104,20 @@ class GroupRows:
         return Entries(order[found.index], found.subkeys, found.values).in_order()
 
     def change(self, changes: Changes, places: Places) -> None:
-        """Apply changes; the places get the versions that this makes."""
+        """Apply changes; the places get the versions that this makes. If it fails, they are lost."""
+        lost = sorted(group for group, place in places.items() if place.is_lost)
+        if lost:
+            raise self._lost(lost)
         commands = self._value_commands(changes, places) if self._of_values else self._entry_commands(changes, places)
         changed = [place for place, _ in commands]
-        for place, version in zip(changed, self._run(changed, [command for _, command in commands]), strict=True):
+        try:
+            versions = self._run(changed, [command for _, command in commands])
+        except BaseException:
+            # Some changes may have been made, or be under way still: the next ones must not get the same numbers.
+            for place in changed:
+                place.is_lost = True
+            raise
+        for place, version in zip(changed, versions, strict=True):
             place.version = max(place.version, version)
 
     def all_of(self, places: Sequence[GroupPlace]) -> Rows:
@@ -153,14 +166,20 @@ class GroupRows:
     def _run(self, places: Sequence[GroupPlace], commands: Sequence[Command]) -> list[Any]:
         """The answers of scripts, each of which is about a place."""
         answers = self._connection.run(commands)
-        lost = sorted({place.group for place, answer in zip(places, answers, strict=True) if answer is None})
+        lost = {place.group: place for place, answer in zip(places, answers, strict=True) if answer is None}
         if lost:
-            raise WorkerError(
-                f"Redis at {self._connection.address} no longer has the state of {len(lost)} key groups, of {lost[0]} "
-                "for one: it was restarted, emptied, or replaced by a replica that is behind. Nothing is lost, as the "
-                "checkpoint has all of it: restart the query, which restores these key groups from there."
-            )
+            for place in lost.values():
+                place.is_lost = True
+            raise self._lost(sorted(lost))
         return answers
+
+    def _lost(self, groups: Sequence[int]) -> WorkerError:
+        return WorkerError(
+            f"Redis at {self._connection.address} no longer has the state of {len(groups)} key groups, of {groups[0]} "
+            "for one: it was restarted, emptied, or replaced by a replica that is behind, or a change failed. Nothing "
+            "is lost, as the checkpoint has all of it: a running query restores these key groups from there; if it has "
+            "ended, start it again."
+        )
 
     def _read_fields(self, fields: Encoded, groups: Groups, places: Places) -> Entries:
         """The entries of keys that are ordered by key group, in no order."""
@@ -191,11 +210,14 @@ class GroupRows:
         changes, groups, puts = changes.take(order), groups[order], puts[order]
         fields = _fields(Keys(changes.hashes, changes.keys))
         commands: list[tuple[GroupPlace, Command]] = []
+        sent: Counter[int] = Counter()
         for start, end in _cuts(groups, _sizes(fields) + _sizes(changes.values)):
             split = end - int(np.count_nonzero(puts[start:end]))
             place = places[int(groups[start])]
             columns = (fields[start:split], fields[split:end], changes.values[split:end])
-            command: list[bytes | str | int] = ["EVALSHA", self._write, 2, place.head, place.values, place.version]
+            number = place.version + sent[place.group]
+            sent[place.group] += 1
+            command: list[bytes | str | int] = ["EVALSHA", self._write, 2, place.head, place.values, number]
             command += [part for column in columns for part in _column(column)]
             commands.append((place, command))
         return commands
@@ -209,6 +231,7 @@ class GroupRows:
         order = np.lexsort((changes.ops == Op.PUT, changes.ops != Op.CLEAR, keys, groups))
         changes, fields, keys, groups = changes.take(order), fields[order], keys[order], groups[order]
         commands: list[tuple[GroupPlace, Command]] = []
+        sent: Counter[int] = Counter()
         for start, end in _cuts(groups, _sizes(fields) + _sizes(changes.subkeys) + _sizes(changes.values)):
             firsts = np.flatnonzero(np.diff(keys[start:end], prepend=-1))
             ops, place = changes.ops[start:end], places[int(groups[start])]
@@ -219,7 +242,9 @@ class GroupRows:
             names = place.entries(members)
             columns = (changes.subkeys[removed], changes.subkeys[put], changes.values[put])
             command: list[bytes | str | int] = ["EVALSHA", self._write, 2 + len(names), place.head, place.keys]
-            command += [*names, place.version, *_column(members), (cleared + ord("0")).astype(np.uint8).tobytes()]
+            number = place.version + sent[place.group]
+            sent[place.group] += 1
+            command += [*names, number, *_column(members), (cleared + ord("0")).astype(np.uint8).tobytes()]
             command += [count.tobytes() for count in counts]
             command += [part for column in columns for part in _column(column)]
             commands.append((place, command))

@@ -4,7 +4,8 @@ Rows travel as columns: the sizes of all values, four bytes each, and the values
 arguments where there would be thousands, which cost Python more than Redis takes to split a column. In a question,
 the sizes begin with "=" if they are all the same: then their number follows, and the size; and with ":" otherwise.
 Every script is given the version that its key group must have at least, and answers nothing if Redis has an older one,
-or none.
+or none. A key group has one writer, which numbers its changes by the versions that they are made to: what comes a
+second time, because the answer to the first was lost, does nothing, however late it is and whatever has followed.
 
 KEYS[1] is always the head of the key group: a hash with its version and its number of rows.
 """
@@ -43,6 +44,10 @@ end
 local function is_lost(least)
   local version = redis.call('HGET', KEYS[1], 'version')
   return not version or tonumber(version) < tonumber(least)
+end
+
+local function is_done(number)
+  return tonumber(redis.call('HGET', KEYS[1], 'version')) > tonumber(number)
 end
 
 local function changed(rows)
@@ -100,6 +105,7 @@ WRITE_VALUES = (
     _COLUMNS
     + """
 if is_lost(ARGV[1]) then return false end
+if is_done(ARGV[1]) then return tonumber(ARGV[1]) + 1 end
 local removed, fields, values = cut(ARGV[2], ARGV[3]), cut(ARGV[4], ARGV[5]), cut(ARGV[6], ARGV[7])
 local rows, pairs = 0, {}
 if #removed > 0 then rows = -redis.call('HDEL', KEYS[2], unpack(removed)) end
@@ -158,6 +164,7 @@ WRITE_ENTRIES = (
     _COLUMNS
     + """
 if is_lost(ARGV[1]) then return false end
+if is_done(ARGV[1]) then return tonumber(ARGV[1]) + 1 end
 local keys, removes, puts = cut(ARGV[2], ARGV[3]), ARGV[5], ARGV[6]
 local removed, subkeys, values = cut(ARGV[7], ARGV[8]), cut(ARGV[9], ARGV[10]), cut(ARGV[11], ARGV[12])
 local rows, removed_at, put_at = 0, 1, 1

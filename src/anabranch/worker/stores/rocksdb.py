@@ -28,6 +28,11 @@ _WRITE_BUFFER_BYTES = 32 << 20
 #: Rows per call of RocksDB: it holds Python's lock meanwhile, so that longer calls would stop all other threads.
 _CALL_ROWS = 1 << 12
 _BATCH_ROWS = 1 << 16
+#: Values of more than this are not got only to see that they are there, if some of them are as large.
+_LARGE_VALUE_BYTES = 1 << 12
+_SAMPLE_ROWS = 16
+#: The bytes of rows that are written, or scanned, at a time.
+_CALL_BYTES = 8 << 20
 
 _GROUP = slice(0, 2)
 _HASH = slice(2, 10)
@@ -145,9 +150,8 @@ class RocksStore:
         values: Sequence[bytes],
     ) -> None:
         """Put or delete rows, and count them."""
-        for start in range(0, len(rows), _CALL_ROWS):
-            part = slice(start, start + _CALL_ROWS)
-            there = np.array([value is not None for value in self._db.get(rows[part])], dtype=np.bool_)
+        for part in _calls(values):
+            there = self._are_there(rows[part])
             batch = rocksdict.WriteBatch(raw_mode=True)
             for row, put, value in zip(rows[part], puts[part].tolist(), values[part], strict=True):
                 if put:
@@ -156,6 +160,14 @@ class RocksStore:
                     batch.delete(row)
             self._db.write(batch)
             np.add.at(self._counts, groups[part], puts[part].astype(np.int64) - there)
+
+    def _are_there(self, rows: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        there = self._db.get(rows[:_SAMPLE_ROWS])
+        rest = rows[_SAMPLE_ROWS:]
+        if sum(len(value) for value in there if value is not None) > _LARGE_VALUE_BYTES * len(there):
+            # To get them all at once is faster, and copies them.
+            return np.array([*(value is not None for value in there), *(row in self._db for row in rest)], np.bool_)
+        return np.array([value is not None for value in [*there, *self._db.get(rest)]], dtype=np.bool_)
 
     def _disk_order(self, hashes: Hashes) -> npt.NDArray[np.intp]:
         """Positions in the order of key group and hash, as far as 64 bits tell."""
@@ -179,16 +191,19 @@ class RocksStore:
     def _batches(self, iterator: rocksdict.RdictIter, ranges: Sequence[tuple[int, int]]) -> Iterator[Rows]:
         rows: list[bytes] = []
         values: list[bytes] = []
+        size = 0
         for first, end in ranges:
             iterator.seek(_group_prefix(first))
             end_prefix = _group_prefix(end)
             while iterator.valid() and (row := iterator.key()) < end_prefix:
+                value = iterator.value()
                 rows.append(row)
-                values.append(iterator.value())
+                values.append(value)
+                size += len(row) + len(value)
                 iterator.next()
-                if len(rows) == _BATCH_ROWS:
+                if len(rows) == _BATCH_ROWS or size >= _CALL_BYTES:
                     yield self._decoded(rows, values)
-                    rows, values = [], []
+                    rows, values, size = [], [], 0
         iterator.status()
         if rows:
             yield self._decoded(rows, values)
@@ -210,6 +225,18 @@ class RocksStore:
             from_objects(subkeys, self._shape.subkey_width),
             from_objects(values, self._shape.value_width),
         )
+
+
+def _calls(values: Sequence[bytes]) -> Iterator[slice]:
+    """The rows with these values in pieces, each for one call of RocksDB."""
+    start = size = 0
+    for end, value in enumerate(values):
+        if end > start and (end - start == _CALL_ROWS or size + len(value) > _CALL_BYTES):
+            yield slice(start, end)
+            start, size = end, 0
+        size += len(value)
+    if values:
+        yield slice(start, len(values))
 
 
 def _group_prefix(group: int) -> bytes:

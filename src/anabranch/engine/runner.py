@@ -1,0 +1,220 @@
+"""Runs an epoch until it counts: begin, the work, commit; and all of it again if a worker was lost meanwhile.
+
+What the work is, Spark's side says (``loop``). Epochs that are part of the state and not durable yet are remembered
+with all that they depend on, because they may have to be run again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from anabranch.core.errors import EpochError, FencedError, LostWorkerError
+from anabranch.engine.taskepoch import TaskEpoch
+from anabranch.wire.routed import StageAccess
+
+logger = logging.getLogger(__name__)
+
+#: How often what Spark did not run is run, before the epoch fails.
+_MAX_COMPLETION_ROUNDS = 3
+_REMEMBERED_EPOCHS = 1000
+#: In the report of an error because of a lost worker, wherever it was raised.
+LOST_WORKER = LostWorkerError.__name__
+
+Rows = TypeVar("Rows")
+RowsRead = TypeVar("RowsRead", contravariant=True)
+
+
+class Coordinator(Protocol):
+    """The control plane, as far as epochs need it."""
+
+    def begin(self, epoch: int) -> int:
+        """Start an epoch on all workers; the number of this run of it."""
+
+    def accesses(self) -> Mapping[int, StageAccess]:
+        """How tasks reach the state of each stage: the same object as long as nothing in it changes."""
+
+    def missing(self, epoch: int) -> Mapping[int, frozenset[int]]:
+        """The partitions of each stage that have not been sealed yet."""
+
+    def commit(self, epoch: int) -> Mapping[str, Any]:
+        """Make the epoch durable and part of the state; figures for the progress report."""
+
+    def abort(self, epoch: int) -> None:
+        """Forget what was staged. Never raises: it runs while another error is on its way."""
+
+    def recover(self, epoch: int) -> bool:
+        """After an abort: whether the failure was that of a worker, whose part has been given to others.
+
+        The state may be that of an older epoch then: the committed ones after it have to be run again.
+        """
+
+    @property
+    def worker_count(self) -> int: ...
+
+    def lost_lately(self, changes: int) -> list[str]:
+        """The workers that were lost before the last changes, so many of them."""
+
+    def fenced(self) -> FencedError | None:
+        """That a newer driver has taken over the job, if it has. Never raises."""
+
+    @property
+    def committed_epoch(self) -> int:
+        """The newest epoch that is part of the state."""
+
+    @property
+    def durable_epoch(self) -> int:
+        """The newest epoch that the state never goes back behind."""
+
+
+@dataclass(frozen=True)
+class EpochInput(Generic[Rows]):
+    """All that the result of an epoch depends on, beside the state."""
+
+    rows: Rows
+    #: When Spark planned the epoch: the same however often, and by whichever driver, the epoch is run.
+    processing_time_ms: int
+    watermark_ms: int | None = None
+    #: The watermark of the epoch before.
+    late_watermark_ms: int | None = None
+
+
+class EpochWork(Protocol[RowsRead]):
+    """What is done in an epoch between begin and commit."""
+
+    def run(self, rows: RowsRead, epoch: TaskEpoch, clock: Stopwatch, *, repeated: bool) -> Mapping[str, Any]:
+        """Let all tasks run and the sink write; figures for the report. ``repeated``: the epoch was committed once."""
+
+    def committed(self, epoch: int) -> None:
+        """The epoch is part of the state."""
+
+
+class InterruptedBySparkError(Exception):
+    """Spark has interrupted the wait for a turn, to stop the query.
+
+    Spark tells a stop from a failure by this very text. The original error has it too, but with a stack trace so long
+    that Spark's search for the text overflows its own stack.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "py4j.protocol.Py4JJavaError: An error occurred while calling sleep.\n: java.lang.InterruptedException"
+        )
+
+
+class EpochRunner(Generic[Rows]):
+    """Runs one epoch after the other."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        work: EpochWork[Rows],
+        *,
+        delays_ms: Mapping[int, int | None],
+    ) -> None:
+        self._coordinator = coordinator
+        self._work = work
+        self._delays_ms = delays_ms
+        #: The input of epochs that are not durable: what they did to the state may have to be done again.
+        self._volatile: dict[int, EpochInput[Rows]] = {}
+        #: Figures of the last epochs, by epoch.
+        self.reports: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_REMEMBERED_EPOCHS)
+
+    def run(self, epoch: int, given: EpochInput[Rows]) -> None:
+        """Run the epoch, and again if a worker was lost meanwhile: state and input are as they were before."""
+        fruitless_runs, durable = 0, self._coordinator.durable_epoch
+        while True:
+            try:
+                for earlier, its_input in sorted(self._volatile.items()):
+                    if earlier > self._coordinator.committed_epoch:
+                        self._run_once(earlier, its_input)
+                self._run_once(epoch, given)
+                return
+            except Exception as error:
+                self._coordinator.abort(epoch)
+                if isinstance(error, FencedError | InterruptedBySparkError):
+                    raise
+                # A newer driver clears away what this one was writing, which then fails in any way at all.
+                if (fenced := self._coordinator.fenced()) is not None:
+                    raise fenced from error
+                # A task may have failed to reach a worker that is well again by now.
+                if not self._coordinator.recover(epoch) and LOST_WORKER not in f"{type(error).__name__}: {error}":
+                    raise
+                # Epochs before this one may have been run again, and be durable now.
+                fruitless_runs = 0 if self._coordinator.durable_epoch > durable else fruitless_runs + 1
+                durable = self._coordinator.durable_epoch
+                if fruitless_runs >= self._fruitless_runs_max:
+                    raise self._given_up(epoch, fruitless_runs, error) from error
+                logger.warning("epoch %d failed with a lost worker, and runs again", epoch)
+
+    @property
+    def _fruitless_runs_max(self) -> int:
+        """How often an epoch fails with lost workers, with no other becoming durable meanwhile, before the query does.
+
+        So often that every worker may have been lost, and its replacement too.
+        """
+        return 2 * self._coordinator.worker_count + 3
+
+    def _given_up(self, epoch: int, runs: int, error: Exception) -> EpochError:
+        lost = ", ".join(self._coordinator.lost_lately(runs)) or "which ones is not known"
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return EpochError(
+            f"Epoch {epoch} was run {runs} times, and each time workers were lost ({lost}); the last error was: "
+            f"{reason} If it is the epoch that they do not survive, see their logs for why, such as too little memory. "
+            "Then start the query again: it resumes from its checkpoint."
+        )
+
+    def _run_once(self, epoch: int, given: EpochInput[Rows]) -> None:
+        clock = Stopwatch()
+        run = self._coordinator.begin(epoch)
+        task_epoch = TaskEpoch(
+            epoch=epoch,
+            run=run,
+            delays_ms=self._delays_ms,
+            processing_time_ms=given.processing_time_ms,
+            watermark_ms=given.watermark_ms,
+            late_watermark_ms=given.late_watermark_ms,
+        )
+        clock.lap("begin")
+        extra = self._work.run(given.rows, task_epoch, clock, repeated=epoch in self._volatile)
+        figures = self._coordinator.commit(epoch)
+        clock.lap("commit")
+        self._work.committed(epoch)
+        self._volatile[epoch] = given
+        for durable in [each for each in self._volatile if each <= self._coordinator.durable_epoch]:
+            del self._volatile[durable]
+        times = {"durationMs": clock.laps_ms, "watermarkMs": task_epoch.watermark_ms}
+        self.reports.append((epoch, {**figures, **extra, **times}))
+        logger.info("epoch %d committed: %s", epoch, clock.laps_ms)
+
+
+def complete_missing(
+    coordinator: Coordinator, epoch: int, complete: Callable[[Mapping[int, frozenset[int]]], None]
+) -> None:
+    """Runs what the sink has not read: every partition's state changes belong to the epoch."""
+    for _ in range(_MAX_COMPLETION_ROUNDS):
+        missing = coordinator.missing(epoch)
+        if not missing:
+            return
+        complete(missing)
+    raise EpochError(
+        f"Epoch {epoch} cannot be completed: Spark did not run {dict(missing)} (stage: partitions). Nothing of it is "
+        "committed. Start the query again; if it happens again, report the query's explain()."
+    )
+
+
+class Stopwatch:
+    """Named laps in milliseconds."""
+
+    def __init__(self) -> None:
+        self._last_ns = time.monotonic_ns()
+        self.laps_ms: dict[str, int] = {}
+
+    def lap(self, name: str) -> None:
+        now_ns = time.monotonic_ns()
+        self.laps_ms[name] = (now_ns - self._last_ns) // 1_000_000
+        self._last_ns = now_ns

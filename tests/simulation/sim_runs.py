@@ -1,0 +1,80 @@
+"""Runs families of histories, all of them or one that an environment variable names, and tells what happened."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import sim_families as families
+from sim_application import Application
+from sim_history import History, draw_history
+from sim_redis import draw_shared
+
+#: The share of all histories that is run: three in ten unless more are asked for.
+SCALE = float(os.environ.get("ANABRANCH_SIMULATION_SCALE", "0.3"))
+ONLY = os.environ.get("ANABRANCH_SIMULATION_SEED")
+
+Draw = Callable[[int], History]
+
+#: How histories are drawn, and how many of them; 10,000 in all.
+EPOCHS: dict[str, tuple[Draw, int]] = {
+    "any": (draw_history, 2700),
+    "return": (families.draw_return, 550),
+    "rerun": (families.draw_rerun, 700),
+    "late": (families.draw_late, 700),
+    "storage": (families.draw_storage_trouble, 550),
+    "tables": (families.draw_tables, 250),
+    "timed": (families.draw_timed, 250),
+    "clocks": (families.draw_clocks, 200),
+    "broken": (families.draw_broken, 300),
+}
+CHANGES: dict[str, tuple[Draw, int]] = {
+    "losses": (families.draw_losses, 500),
+    "upkeep": (families.draw_upkeep, 450),
+    "reads": (families.draw_reads, 250),
+    "moves": (families.draw_moves, 700),
+    "slow": (families.draw_slow, 350),
+    "chains": (families.draw_chains, 400),
+    "strays": (families.draw_strays, 100),
+    "volatile": (families.draw_volatile, 500),
+    "savepoints": (families.draw_savepoints, 300),
+    "real": (families.draw_real, 50),
+    "shared": (draw_shared, 200),
+}
+FAMILIES = EPOCHS | CHANGES
+
+
+def seeds(family: str) -> range:
+    if ONLY is None:
+        return range(round(SCALE * FAMILIES[family][1]))
+    chosen, _, seed = ONLY.rpartition(":")
+    return range(int(seed), int(seed) + 1) if chosen == family else range(0)
+
+
+def run_family(family: str) -> Counter[str]:
+    """Runs all histories of a family; what happened in them, how often."""
+    happened: Counter[str] = Counter()
+    for seed in seeds(family):
+        history = FAMILIES[family][0](seed)
+        application = Application(history)
+        try:
+            application.run()
+        except Exception as error:
+            error.add_note(f"{history}\nRun it alone with ANABRANCH_SIMULATION_SEED={family}:{seed}.")
+            raise
+        happened += application.world.seen
+    return happened
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Histories leave many small cycles behind; looking for them all the time takes a tenth of the time."""
+    known = gc.get_threshold()
+    gc.set_threshold(200_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*known)

@@ -1,0 +1,125 @@
+"""What is shorter or smaller in a simulation than in production, so that thousands of histories take minutes.
+
+Waits fit simulated time, drains take small steps, and what costs most is replaced by something that does the same:
+descriptions of stages travel as they are, files are not looked through for older columns, and state is kept in
+dictionaries (``sim_state``), unless a history wants that of production.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pyarrow as pa
+from sim_state import DictMerge, DictState
+
+from anabranch.checkpoint import changes, paths, snapshots
+from anabranch.control import assigning, upkeep
+from anabranch.core.schemas import Layout, StageSpec
+from anabranch.wire import frames, routed
+from anabranch.wire.messages import Request
+from anabranch.worker import compaction, drain, holdings, job, jobstate
+from anabranch.worker.storeoptions import StoreOptions
+from anabranch.worker.stores import Store
+
+#: About what a row of a message takes.
+_ROW_BYTES = 24
+#: An attribute of a module or class, and what stands in its place.
+Place = tuple[Any, str, Any]
+
+
+@contextmanager
+def replaced(places: Sequence[Place]) -> Iterator[None]:
+    """Puts other things in these places, while this lasts."""
+    known = [vars(owner)[name] for owner, name, _ in places]
+    try:
+        for owner, name, value in places:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(reversed(places), reversed(known), strict=True):
+            setattr(owner, name, value)
+
+
+class SimStores(StoreOptions):
+    """Opens no store where state is kept in dictionaries."""
+
+    def open(self, _job: str, _spec: StageSpec, _variable: str, _key_groups: int) -> Store:
+        return _DICTIONARIES
+
+
+_DICTIONARIES: Any = object()
+
+
+class _Described(dict[str, Any]):
+    """A stage as JSON, and the stage."""
+
+    spec: StageSpec
+
+
+_described: dict[int, tuple[StageSpec, _Described]] = {}
+
+
+def _to_json(spec: StageSpec) -> dict[str, Any]:
+    known = _described.get(id(spec))
+    if known is None or known[0] is not spec:
+        document = _Described(TO_JSON(spec))
+        document.spec = spec
+        known = _described[id(spec)] = spec, document
+    return known[1]
+
+
+def _from_json(document: Any) -> StageSpec:
+    return document.spec if isinstance(document, _Described) else FROM_JSON(document)
+
+
+def _to_layout(table: pa.Table, target: pa.Schema, _path: str, **_about: Any) -> pa.Table:
+    return pa.table(table.columns, schema=target)
+
+
+def _open_state(layout: Layout, key_groups: int, store: Any) -> Any:
+    return DictState(layout, key_groups) if store is _DICTIONARIES else VARIABLE_STATE(layout, key_groups, store)
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """As asdict, of values whose fields are plain."""
+    return dict(vars(value))
+
+
+KIND: Callable[[type[Request]], str] = vars(Request)["kind"].__func__
+TO_JSON: Callable[[StageSpec], dict[str, Any]] = StageSpec.to_json
+FROM_JSON: Callable[[Any], StageSpec] = StageSpec.from_json
+VARIABLE_STATE = jobstate.VariableState
+
+_SMALL: tuple[Place, ...] = (
+    (drain, "_GROUPS_AT_FIRST", 1),
+    (drain, "_GROUPS_MAX", 2),
+    (drain, "_RETRY_S", 0.05),
+    (drain, "_NO_EPOCH_S", 0.1),
+    (drain, "_EPOCH_MAX_S", 1.0),
+    (upkeep, "_PAUSE_S", 0.1),
+    (StageSpec, "to_json", _to_json),
+    (StageSpec, "from_json", staticmethod(_from_json)),
+    (Request, "kind", classmethod(cache(lambda kind: KIND(kind)))),
+    (paths, "safe_name", cache(paths.safe_name)),
+    (assigning, "asdict", _fields_of),
+    (job, "asdict", _fields_of),
+    (holdings, "asdict", _fields_of),
+    (routed, "asdict", _fields_of),
+    (changes, "to_layout", _to_layout),
+    (snapshots, "to_layout", _to_layout),
+)
+_DICTIONARY_STATE: tuple[Place, ...] = (
+    (jobstate, "VariableState", _open_state),
+    (compaction._VariableFiles, "_empty", lambda files: DictMerge(files.layout, files.key_groups)),
+)
+
+
+def shortcuts(*, real_state: bool, drain_rest_s: float, message_rows: int) -> list[Place]:
+    sizes: tuple[Place, ...] = (
+        (drain, "_REST_MIN_S", drain_rest_s),
+        (frames, "MESSAGE_BYTES", _ROW_BYTES * message_rows),
+    )
+    return [*_SMALL, *sizes, *(() if real_state else _DICTIONARY_STATE)]

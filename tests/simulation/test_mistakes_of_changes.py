@@ -1,0 +1,186 @@
+"""Mistakes in adoptions and live migrations that the histories must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from sim_families import (
+    draw_chains,
+    draw_losses,
+    draw_moves,
+    draw_slow,
+    draw_strays,
+)
+from sim_finding import is_found
+from sim_redis import draw_set_back, draw_shared
+from sim_runs import Draw
+from sim_state import DictKnown
+
+from anabranch.core.errors import AnabranchError
+from anabranch.core.transactions import TransactionMachine
+from anabranch.worker.adoption import Adoption
+from anabranch.worker.holdings import Holdings, Sources, Variable
+from anabranch.worker.migration import Migration
+from anabranch.worker.origins import Hashes
+from anabranch.worker.rows import Changes
+from anabranch.worker.shared import SharedState
+from anabranch.worker.stores.redis_rows import GroupRows, Places
+
+ADOPT = Holdings._adopt
+ASSIGN = Holdings.assign
+CHECK_FROZEN = Holdings.check_frozen
+DRAIN = Adoption.drain
+FALL_BACK = Migration._fall_back
+FORGET = Holdings._forget
+CHANGE = GroupRows.change
+GO_ON = SharedState._go_on
+
+# Most mistakes are found at once; on a busy machine some take minutes.
+pytestmark = pytest.mark.timeout(1200)
+
+
+def fetches_nothing(_source: Any, _hashes: Hashes, _keys: Any = None) -> None:
+    """Keys that have not arrived are taken for keys that do not exist."""
+
+
+def drains_over_newer_state(adoption: Adoption, groups: Collection[int], **about: Any) -> None:
+    """The drain brings slots that have been fetched, and maybe changed since."""
+    fetched = adoption._fetched
+    adoption._fetched = np.zeros_like(fetched)
+    try:
+        DRAIN(adoption, groups, **about)
+    finally:
+        adoption._fetched = fetched
+
+
+def keeps_dropped_state(holdings: Holdings, groups: frozenset[int]) -> None:
+    """Groups that come back find what they left behind."""
+    for adoption in holdings._all():
+        adoption.forget(groups)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "mistake", "draw"),
+    [
+        (Adoption, "fetch", fetches_nothing, draw_losses),
+        (Adoption, "drain", drains_over_newer_state, draw_losses),
+        (Holdings, "_drop", keeps_dropped_state, draw_losses),
+    ],
+)
+def test_a_mistake_in_adoptions_is_found(
+    owner: type, method: str, mistake: Callable[..., Any], draw: Draw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, method, mistake)
+    assert is_found(draw)
+
+
+def forgets_what_was_fetched(migration: Migration, _keys: Any, parts: list[Any]) -> None:
+    """The drain brings the old value of a key that has been fetched and changed."""
+    for part in parts:
+        migration._state.load(migration._still_pending(part))
+
+
+def falls_back_without_known_keys(migration: Migration, error: AnabranchError) -> None:
+    """The checkpoint brings keys that are known, and maybe changed since."""
+    FALL_BACK(migration, error)
+    assert migration._from_checkpoint is not None
+    migration._from_checkpoint._known = None
+
+
+def releases_at_once(
+    holdings: Holdings, groups: Collection[int], sources: Sources, *, freeze_as_of: int | None = None
+) -> tuple[frozenset[int], frozenset[int]]:
+    """What is kept for others is dropped before they have it, and still offered."""
+    adopted, left = ASSIGN(holdings, groups, sources, freeze_as_of=freeze_as_of)
+    holdings._drop(left)
+    return adopted, left
+
+
+def answers_for_moved_groups(holdings: Holdings, variable: Variable, hashes: Hashes, keys: Any) -> None:
+    """The old owner goes on as if nothing had moved."""
+    for each in holdings._arriving.get(variable, ()):
+        each.fetch(hashes, keys)
+
+
+def answers_with_what_it_has(holdings: Holdings, _variable: Variable, *what: Any) -> None:
+    """The middle of a chain does not ask for what it has not fetched itself."""
+    if len(what) == 2:
+        holdings.check_frozen(*what)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "mistake", "draw"),
+    [
+        (Migration, "fetch", fetches_nothing, draw_moves),
+        (Migration, "_load_fetched", forgets_what_was_fetched, draw_moves),
+        (Migration, "_fall_back", falls_back_without_known_keys, draw_slow),
+        (Holdings, "assign", releases_at_once, draw_moves),
+        (Holdings, "fetch", answers_for_moved_groups, draw_strays),
+        (Holdings, "complete_frozen", answers_with_what_it_has, draw_chains),
+    ],
+)
+def test_a_mistake_in_migrations_is_found(
+    owner: type, method: str, mistake: Callable[..., Any], draw: Draw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, method, mistake)
+    assert is_found(draw)
+
+
+def takes_half_changes_for_whole_ones(rows: GroupRows, changes: Changes, places: Places) -> None:
+    """A change that Redis has made in part is forgotten, and the next ones go on from there."""
+    try:
+        CHANGE(rows, changes, places)
+    finally:
+        for place in places.values():
+            place.is_lost = False
+
+
+def goes_on_with_older_versions(
+    shared: SharedState, groups: Collection[int], incarnation: str, _least: Mapping[int, int]
+) -> frozenset[int]:
+    """A Redis that was set back is not noticed."""
+    return GO_ON(shared, groups, incarnation, dict.fromkeys(groups, 0))
+
+
+def test_a_shared_store_that_was_set_back_unnoticed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SharedState, "_go_on", goes_on_with_older_versions)
+    assert is_found(draw_set_back)
+
+
+def test_half_a_change_in_a_shared_store_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Either mistake alone does no harm: the worker breaks down, or its store says that it is lost.
+    monkeypatch.setattr(GroupRows, "change", takes_half_changes_for_whole_ones)
+    monkeypatch.setattr(TransactionMachine, "break_down", lambda _machine: None)
+    assert is_found(draw_shared)
+
+
+def knows_keys_by_their_hashes(known: Any, keys: pa.Table) -> None:
+    """One fetched key makes all keys of its hash known, so that its siblings do not exist."""
+    known.hashes = getattr(known, "hashes", set()) | set(keys.column(0).to_pylist())
+
+
+def without_known_hashes(known: Any, changes: pa.Table) -> pa.Table:
+    hashes = getattr(known, "hashes", set())
+    new = [index for index, hash_ in enumerate(changes.column(0).to_pylist()) if hash_ not in hashes]
+    return changes.take(pa.array(new, pa.int64()))
+
+
+def without_nothing(_known: DictKnown, changes: pa.Table) -> pa.Table:
+    """The drain brings keys that are known, and maybe changed since."""
+    return changes
+
+
+def test_a_key_that_is_known_by_its_hash_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DictKnown, "add", knows_keys_by_their_hashes)
+    monkeypatch.setattr(DictKnown, "without", without_known_hashes)
+    monkeypatch.setattr(DictKnown, "missing", without_known_hashes)
+    assert is_found(draw_moves)
+
+
+def test_a_drain_over_known_keys_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DictKnown, "without", without_nothing)
+    assert is_found(draw_moves)

@@ -1,0 +1,64 @@
+"""When epochs are made durable, if not every one is: after a while, when there are many, and when somebody waits."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from rescaling import wait_until
+
+from anabranch.checkpoint.manifests import manifest_epochs
+from anabranch.checkpoint.statefiles import StateFiles
+from anabranch.checkpoint.storage import Storage
+from anabranch.control.claims import Claimed, Committed, claim
+from anabranch.control.durability import Durability
+from anabranch.core.ids import NO_EPOCH, Epoch, RouteVersion
+from anabranch.core.requests import Run
+
+
+@pytest.fixture
+def claimed(tmp_path: Path) -> Claimed:
+    return claim(str(tmp_path), [], 8)
+
+
+@pytest.fixture
+def durability() -> Durability:
+    return Durability(Committed(NO_EPOCH, None), StateFiles(NO_EPOCH, None, ()), 3600.0)
+
+
+def write(durability: Durability, claimed: Claimed, epoch: int) -> None:
+    durability.write(claimed, RouteVersion(0), [], {Epoch(n): Run(n) for n in range(epoch + 1)})
+
+
+def test_an_epoch_that_somebody_waits_for_is_due(durability: Durability, claimed: Claimed) -> None:
+    durability.volatile[Epoch(0)] = Run(0)
+    assert not durability.is_due
+    waited: list[bool] = []
+    waiting = threading.Thread(target=lambda: waited.append(durability.wait_until_durable(Epoch(0), 30)))
+    waiting.start()
+    wait_until(lambda: durability.is_due)
+    write(durability, claimed, 0)
+    waiting.join(30)
+    assert waited == [True]
+    assert (durability.is_due, durability.volatile) == (False, {})
+    assert manifest_epochs(Storage(claimed.storage.location)) == [0]
+
+
+def test_who_asks_for_an_epoch_that_is_durable_takes_nothing_back(durability: Durability, claimed: Claimed) -> None:
+    """Somebody else waits for a later one."""
+    write(durability, claimed, 0)
+    durability.volatile[Epoch(1)] = Run(1)
+    waiting = threading.Thread(target=durability.wait_until_durable, args=(Epoch(1), 30), daemon=True)
+    waiting.start()
+    wait_until(lambda: durability.is_due)
+    assert durability.wait_until_durable(Epoch(0), 30)
+    assert durability.is_due
+    write(durability, claimed, 1)
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_nobody_waits_for_a_job_that_has_ended(durability: Durability) -> None:
+    durability.close()
+    assert not durability.wait_until_durable(Epoch(0), 30)
