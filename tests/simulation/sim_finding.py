@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from sim_application import Application
 from sim_history import History
-from sim_runs import Draw, few_collections
+from sim_runs import Draw, quick_histories
 
 from anabranch.core.errors import AnabranchError
 
@@ -15,7 +15,7 @@ HISTORIES_MAX = 1000
 
 
 def is_found(draw: Draw, seeds: Iterable[int] = range(HISTORIES_MAX)) -> bool:
-    with few_collections():
+    with quick_histories():
         return any(_fails(draw(seed)) for seed in seeds)
 
 

@@ -30,13 +30,17 @@ if TYPE_CHECKING:
     from sim_application import Application
 
 
+#: How calls fail: without effect, after they took effect, after a part of them did, or then with their process.
+HOWS = ("refused", "silent", "half", "killed")
+
+
 @dataclass(frozen=True)
 class BreakRedis(Fault):
     """For a while, so many calls of Redis fail."""
 
     seconds: float
     share: float
-    #: How: "refused", "silent" (they take effect), "half" (a part of them does) or "killed" (and the process is dead).
+    #: One of HOWS.
     how: str
 
 
@@ -140,9 +144,8 @@ def draw_shared(seed: int) -> History:
         return draw_set_back(seed)
     rng = random.Random(seed)
     makers = (
-        lambda at: _draw_redis(rng, at),
-        lambda at: _draw_redis(rng, at),
-        lambda at: _draw_redis(rng, at),
+        lambda at: _draw_redis(rng, at, rng.choice(HOWS)),
+        lambda at: _draw_redis(rng, at, rng.choice(HOWS)),
         SaveRedis,
         RestartRedis,
         RestartRedis,
@@ -156,7 +159,9 @@ def draw_shared(seed: int) -> History:
         lambda at: Waiting(at, "jobs_to_fail"),
         lambda at: Waiting(at, "commits_to_break"),
     )
-    faults = [rng.choice(makers)(rng.uniform(0.0, 0.4)) for _ in range(rng.randint(1, 4))]
+    # Each way to fail in turn, so that no way is left to chance.
+    faults: list[Fault] = [_draw_redis(rng, rng.uniform(0.0, 0.4), HOWS[seed // 4 % len(HOWS)])]
+    faults += [rng.choice(makers)(rng.uniform(0.0, 0.4)) for _ in range(rng.randint(0, 3))]
     history = draw_history(seed)
     return replace(
         history,
@@ -182,10 +187,10 @@ def draw_set_back(seed: int) -> History:
     return replace(quiet, **shape, shared_store=True, real_state=True, eager=False, faults=faults)
 
 
-def _draw_redis(rng: random.Random, at: float) -> BreakRedis:
+def _draw_redis(rng: random.Random, at: float, how: str) -> BreakRedis:
     return BreakRedis(
         at,
         seconds=rng.choice((0.01, 0.05, 0.2)),
         share=rng.choice((0.1, 0.5, 1.0)),
-        how=rng.choice(("refused", "silent", "half", "killed")),
+        how=how,
     )

@@ -22,7 +22,7 @@ from sim_application import Application
 from sim_families import undisturbed
 from sim_faults import Rescale
 from sim_history import draw_history
-from sim_runs import EPOCHS, ONLY, SCALE, few_collections, run_family
+from sim_runs import EPOCHS, ONLY, SCALE, quick_histories, run_family
 
 #: What has to happen in the histories, so that it is no accident that nothing goes wrong there.
 CORNERS = (
@@ -72,8 +72,8 @@ CORNERS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_collections() -> Iterator[None]:
-    with few_collections():
+def _quick_histories() -> Iterator[None]:
+    with quick_histories():
         yield
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from sim_runs import CHANGES, ONLY, SCALE, few_collections, run_family
+from sim_runs import CHANGES, ONLY, SCALE, quick_histories, run_family
 
 #: What has to happen in the histories, so that it is no accident that nothing goes wrong there.
 CORNERS = (
@@ -55,8 +55,8 @@ CORNERS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_collections() -> Iterator[None]:
-    with few_collections():
+def _quick_histories() -> Iterator[None]:
+    with quick_histories():
         yield
 
 
