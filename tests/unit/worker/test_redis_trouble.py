@@ -142,7 +142,8 @@ def test_a_redis_that_comes_back_empty_is_filled_from_the_checkpoint(
     server.kill()
     server.start()
     driver.begin()
-    with pytest.raises(WorkerError, match="no longer has the state"):
+    # The worker finds out when it reads, or when it folds the last epoch, which it does meanwhile.
+    with pytest.raises(WorkerError, match="no longer has the state|could not apply the changes"):
         driver.read(KEYS)
     assert "a" in driver.broken()
     driver.give({})
