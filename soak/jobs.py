@@ -293,8 +293,9 @@ def events(rows: Any) -> Any:
     )
 
 
-def _of_events(name: str, pipeline: operators.Pipeline, native: operators.Pipeline | None = None) -> Job:
-    mode = "append" if native is None else "update"
+def _of_events(
+    name: str, pipeline: operators.Pipeline, native: operators.Pipeline | None = None, mode: str = "append"
+) -> Job:
     return Job(name, _on_events(pipeline), mode=mode, native=native and _on_events(native))
 
 
@@ -317,10 +318,10 @@ JOBS = {
         _of_events("matches", operators.matches),
         _of_events("firsts", operators.firsts),
         _of_events("pairs", operators.pairs),
-        _of_events("answered", operators.answered),
+        _of_events("answered", operators.answered, native=operators.answered_by_spark),
         _of_events("visits", operators.visits),
         _of_events("absences", operators.absences),
-        _of_events("totals", operators.totals, native=operators.totals_by_spark),
+        _of_events("totals", operators.totals, native=operators.totals_by_spark, mode="update"),
         Job(
             "pauses",
             timed.pauses,
