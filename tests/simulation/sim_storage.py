@@ -22,7 +22,7 @@ from anabranch.worker import job
 
 #: How long a call takes about, and how many take any time at all: in which others slip in.
 CALL_S = 0.0008
-SLOW_CALLS = 0.6
+SLOW_CALLS = 0.4
 
 
 class TableFile:
@@ -112,7 +112,7 @@ class SimFiles:
             return effect(full)
         chance = process.world.rng.random()
         if chance < SLOW_CALLS:
-            process.sleep(CALL_S * (0.5 + chance))
+            process.park(CALL_S * (0.5 + chance))
         else:
             process.check()
         trouble = self._disk.trouble(action, path)

@@ -45,7 +45,9 @@ class World:
         heapq.heappush(self._queue, (self.now + delay_s, self._entries, action, arguments))
 
     def soon(self, action: Callable[..., None], *arguments: Any) -> None:
-        self.at(self.rng.random() * JITTER_S, action, *arguments)
+        self._entries += 1
+        when = self.now + self.rng.random() * JITTER_S
+        heapq.heappush(self._queue, (when, self._entries, action, arguments))
 
     def run(self) -> None:
         """Lets things happen until the history is done; what nobody catches in any thread comes out here."""
