@@ -315,7 +315,7 @@ def _make_snapshots(lab: Lab, load: _Load, snapshots: int, snapshot_epochs: int)
         with lab.silence():
             query.stop()
     if last is None or last == last_before:
-        raise BenchmarkError("Snapshots failed; see the warnings of anabranch.control.upkeep.")
+        raise BenchmarkError("Snapshots failed; see the warnings of anabranch.control.epochs.maintenance.")
     return {
         "side": ANABRANCH,
         _MEDIAN: statistics.median(without),

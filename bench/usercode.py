@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 
-from anabranch.engine import pythonworker
+from anabranch.engine.spark import python_worker as pythonworker
 from bench.session import Lab
 from bench.sources import Size
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from anabranch.control import assigning as assigning_module
-from anabranch.control import changing as changing_module
-from anabranch.control import claims as claims_module
-from anabranch.control import durability as durability_module
+from anabranch.control import owned_checkpoint as claims_module
 from anabranch.control import resume as resume_module
-from anabranch.control.changing import ChangeInProgress
-from anabranch.control.cluster import Cluster
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.epochs import EpochExecutor
+from anabranch.control.epochs import durability as durability_module
+from anabranch.control.epochs.executor import EpochExecutor
+from anabranch.control.membership import assignment as assigning_module
+from anabranch.control.membership import change as changing_module
+from anabranch.control.membership.change import ChangeInProgress
+from anabranch.control.membership.cluster import Cluster
 from anabranch.core import epoch_events as events
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.sinks import FileSink

@@ -28,7 +28,7 @@ VARIABLE = "SOAK_STORAGE"
 SITE = Path(__file__).resolve().parent / "site"
 #: In every error, so that a query which ends because of it can be told from others.
 REASON = "the soak lets the storage fail"
-_MODULE = "anabranch.checkpoint.storage_local"
+_MODULE = "anabranch.checkpoint.storage.local"
 _READS = ("read", "open", "list_names")
 #: These may take effect and fail all the same. `write` is a `write_from`.
 _WRITES = ("write_from", "create", "delete")

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from anabranch.engine import pythondaemon
+from anabranch.engine.spark import python_daemon as pythondaemon
 from soak import crashpoints, failingstorage
 from soak.places import Places
 
@@ -28,7 +28,7 @@ _MARK = "SOAK_MARK"
 #: The same for all that one driver has started, also if what has started it is gone.
 _DRIVER_MARK = "SOAK_DRIVER"
 #: What a nursery runs, and what is forked from it seems to run.
-_NURSERY = "anabranch.worker.nursery"
+_NURSERY = "anabranch.worker.server.fork_server"
 _LOWEST = 19
 #: What Spark runs for a streaming source that is written in Python.
 _SOURCE = "pyspark.sql.streaming.python_streaming_source_runner"

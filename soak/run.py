@@ -282,8 +282,8 @@ class _Run:
             case Kind.STORAGE:
                 window = self._places.storage
                 failingstorage.let_fail(window, for_s=fault.failing_s, rate=fault.rate, seed=fault.choice)
-            case Kind.NURSERY:
-                return any(send(nursery, signal.SIGKILL) for nursery in self._driver.nurseries())
+            case Kind.FORK_SERVER:
+                return any(send(fork_server, signal.SIGKILL) for fork_server in self._driver.nurseries())
             case Kind.TASK:
                 tasks = self._driver.task_processes()
                 return bool(tasks) and send(choice.choice(tasks), signal.SIGKILL)

@@ -20,7 +20,7 @@ class Kind(StrEnum):
     #: A state worker stands still for less than that.
     HICCUP = "worker slow"
     #: The process that state workers are forked from is killed; those that it has forked go on.
-    NURSERY = "nursery killed"
+    FORK_SERVER = "nursery killed"
     #: A Python process that runs tasks of Spark's is killed.
     TASK = "task process killed"
     #: The process beside the driver in which Spark asks for epochs without rows is killed: Spark ends the query, and a
@@ -51,7 +51,7 @@ _WEIGHTS = {
     Kind.WORKER: 6,
     Kind.FREEZE: 3,
     Kind.HICCUP: 2,
-    Kind.NURSERY: 2,
+    Kind.FORK_SERVER: 2,
     Kind.TASK: 3,
     Kind.RESCALE: 8,
     Kind.JOIN: 2,

@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from anabranch.core.schemas import Layout
-from anabranch.worker.rows import VariableCodec
+from anabranch.worker.state.rows import VariableCodec
 from anabranch.worker.stores.redis import RedisConnection, RedisStore
 
 _START_S = 20

@@ -125,7 +125,7 @@ SCENARIOS = {
         apart=False,
         faults=(
             Fault((Kind.RESCALE,), after_s=0.2, choice=1),
-            Fault((Kind.NURSERY, Kind.JOIN, Kind.RESCALE, Kind.WORKER), after_s=1.0, choice=2),
+            Fault((Kind.FORK_SERVER, Kind.JOIN, Kind.RESCALE, Kind.WORKER), after_s=1.0, choice=2),
             Fault((Kind.LEAVE,), after_s=0.5, choice=3),
             Fault((Kind.RESCALE, Kind.DRIVER), after_s=0.5, choice=4),
             Fault((Kind.RESCALE, Kind.WORKER), after_s=0.2, choice=5),

@@ -16,8 +16,8 @@ from soak.driver import start
 from soak.jobs import JOBS, make_files
 from soak.places import Places
 
-from anabranch.engine import losslog
-from anabranch.engine.taskepoch import TaskEpoch
+from anabranch.engine.spark import loss_log as losslog
+from anabranch.engine.task_epoch import TaskEpoch
 from livequery import LiveQuery, wait_until
 
 #: Nobody looks whether workers are alive: the tasks of an epoch find out.

@@ -23,8 +23,8 @@ from soak.processes import Driver, Processes
 from soak.verdict import judge
 
 import anabranch
-from anabranch.control.changing import ChangeInProgress
-from anabranch.control.members import Member
+from anabranch.control.membership.change import ChangeInProgress
+from anabranch.control.membership.members import Member
 from anabranch.core.errors import SettingsError
 from anabranch.core.ids import WorkerId
 from anabranch.wire import keyring

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 from streams import EpochFeed
 
 import anabranch
-from anabranch.control.epochs import EpochExecutor
+from anabranch.control.epochs.executor import EpochExecutor
 from anabranch.core.epoch_events import SealsReported
 
 

@@ -13,7 +13,7 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 
 import anabranch
 from anabranch.core.errors import UnsupportedError
-from anabranch.engine.java import java_class
+from anabranch.engine.spark.java import java_class
 from anabranch.plan.validation import check_output_mode
 
 OUTPUT = "k long, ts timestamp"

@@ -58,10 +58,10 @@ def test_a_query_resumes_from_a_snapshot_after_older_epochs_were_cleaned_up(
     started = query.start()
     try:
         started.processAllAvailable()
-        upkeep = started.coordinator._upkeep
+        maintenance = started.coordinator._maintenance
         # The snapshot that the last epochs made due may not be ready yet.
-        if upkeep._thread is not None:
-            upkeep._thread.join(60)
+        if maintenance._thread is not None:
+            maintenance._thread.join(60)
     finally:
         started.stop()
     storage = Storage(str(checkpoint))

@@ -88,10 +88,10 @@ def test_processes_at_once_claim_different_generations(storage: Storage) -> None
     for process in processes:
         assert process.stdin is not None
         process.stdin.close()
-    claimed = sorted(int(process.stdout.read()) for process in processes if process.stdout)
+    owned = sorted(int(process.stdout.read()) for process in processes if process.stdout)
     assert [process.wait() for process in processes] == [0] * 3
-    assert claimed == list(range(claimed[0], claimed[0] + 3))
-    assert latest_generation(storage) == claimed[-1]
+    assert owned == list(range(owned[0], owned[0] + 3))
+    assert latest_generation(storage) == owned[-1]
     for process in processes:
         assert process.stdout is not None
         process.stdout.close()

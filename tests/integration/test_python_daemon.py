@@ -16,7 +16,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from anabranch.core.errors import SettingsError
-from anabranch.engine import pythondaemon
+from anabranch.engine.spark import python_daemon as pythondaemon
 
 _SETTING = "spark.python.daemon.module"
 

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 import anabranch
-from anabranch.control import assigning
+from anabranch.control.membership import assignment as assigning
 from livequery import WAIT_S, LiveQuery, wait_until
 from redisserver import RedisServer, running_redis, running_redis_cluster
 

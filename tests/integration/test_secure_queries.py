@@ -17,7 +17,7 @@ import psutil
 import pytest
 from pyspark.sql import SparkSession
 
-from anabranch.cli_api import JobApi
+from anabranch.cli.job_api import JobApi
 from anabranch.core.errors import SettingsError, WorkerError
 from anabranch.wire import keyring, messages
 from anabranch.wire.client import WorkerClient

@@ -13,9 +13,8 @@ from pyspark.sql import functions as F
 from streams import Collector, EpochFeed
 
 import anabranch
-from anabranch.control import durability
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.epochs import EpochExecutor
+from anabranch.control.epochs.executor import EpochExecutor, durability
 from anabranch.core.epoch_events import CommitOn, PrepareOn
 
 KEYS = [f"k{number:02d}" for number in range(30)]

@@ -19,9 +19,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from anabranch import cli
-from anabranch.control import changing, launcher
-from anabranch.control.nursery import NURSERY
-from anabranch.control.openapi import description
+from anabranch.control.http.openapi import description
+from anabranch.control.membership import change as changing
+from anabranch.control.membership import launcher
+from anabranch.control.membership.fork_server import FORK_SERVER
 from anabranch.core.errors import SettingsError, UnsupportedError
 from anabranch.core.ids import WorkerId
 from anabranch.core.settings import DEFAULT_CONTROL_PORT
@@ -112,8 +113,8 @@ def test_a_rescale_whose_workers_cannot_be_started_has_failed(
     with live.running(workers=1, heartbeat=heartbeat) as query:
         live.run(2)
         with monkeypatch.context() as patch:
-            NURSERY.close()
-            patch.setattr(NURSERY, "_command", ["/bin/false"])
+            FORK_SERVER.close()
+            patch.setattr(FORK_SERVER, "_command", ["/bin/false"])
             rescale = query.rescale(workers=2)
             assert not rescale.wait(10)
             assert "A state worker failed to start" in rescale.progress()["message"]

@@ -44,7 +44,7 @@ from anabranch.checkpoint.statefiles import state_files
 from anabranch.core.errors import AnabranchError
 from anabranch.core.ids import Epoch, WorkerId
 from anabranch.wire.routed import StageAccess
-from anabranch.worker import jobstate
+from anabranch.worker.state import job_state as jobstate
 
 #: More are never needed, whatever goes wrong before them.
 DRIVERS_MAX = 40

@@ -18,11 +18,11 @@ from sim_workers import BrokenMemoryError, Supply, member_of
 from sim_world import Process
 
 from anabranch.checkpoint import rewind
-from anabranch.control.claims import Claimed, claim
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.members import Membership
+from anabranch.control.membership.members import Membership
+from anabranch.control.membership.rescale import Rescale
+from anabranch.control.owned_checkpoint import OwnedCheckpoint, claim
 from anabranch.control.parts import DriverParts
-from anabranch.control.rescale import Rescale
 from anabranch.control.resume import resume
 from anabranch.core.errors import AnabranchError, FencedError
 from anabranch.core.ids import Epoch, WorkerId
@@ -83,7 +83,7 @@ class Driver:
 
     def _start(self) -> None:
         application, settings = self.application, self.application.settings
-        claimed = claim(
+        owned = claim(
             application.location,
             application.history.kind.stages,
             settings.key_groups,
@@ -93,14 +93,12 @@ class Driver:
         workers = application.find_workers()
         members = Membership([member_of(application, self.process, worker) for worker in workers])
         shared = application.history.shared_store
-        resumed = resume(
-            claimed, members, shared_store=shared, heartbeat_s=settings.heartbeat_s, scheduler=self.process
-        )
+        resumed = resume(owned, members, shared_store=shared, heartbeat_s=settings.heartbeat_s, scheduler=self.process)
         parts = DriverParts(scheduler=self.process, open_storage=self._open_storage, compact=self._compact)
         tasks = application.history.parallelism[self._number % len(application.history.parallelism)]
         parallelism = {stage.number: tasks for stage in application.history.kind.stages}
-        supply = Supply(application, self.process)
-        self.coordinator = Coordinator(resumed, members, settings, parallelism, supply, parts)
+        worker_pool = Supply(application, self.process)
+        self.coordinator = Coordinator(resumed, members, settings, parallelism, worker_pool, parts)
         work = SparkWork(application, self.executors, self.process)
         work.coordinator = self.coordinator
         self.coordinator.cluster.on_loss = lambda _: self._note_loss(work)
@@ -155,7 +153,7 @@ class Driver:
 
     def _compact(
         self,
-        claimed: Claimed,
+        owned: OwnedCheckpoint,
         epoch: Epoch,
         *,
         target: str = "",
@@ -166,9 +164,9 @@ class Driver:
         process = Process(application.world, "compaction")
         application.compactions.append(process)
         on_start(process)
-        storage = SimStorage(application.disk, claimed.storage.location, process)
+        storage = SimStorage(application.disk, owned.storage.location, process)
         place = SimStorage(application.disk, target, process) if target else None
-        made = process.submit(partial(compact, storage, epoch, generation=claimed.generation, write_to=place))
+        made = process.submit(partial(compact, storage, epoch, generation=owned.generation, write_to=place))
         while not made.done():
             self.process.sleep(0.004)
             if not process.alive:

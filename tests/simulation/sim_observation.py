@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from sim_shortcuts import Place
 
-from anabranch.control import upkeep
+from anabranch.control.epochs.executor import maintenance as maintenance
 from anabranch.core import epoch_events, requests
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, FencedError, WorkerError
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.transactions import TransactionMachine
-from anabranch.worker.holdings import Holdings
-from anabranch.worker.job import WorkerJob
-from anabranch.worker.migration import Migration
+from anabranch.worker.server.job import WorkerJob
+from anabranch.worker.transfer.group_ownership import GroupOwnership
+from anabranch.worker.transfer.peer_transfer import PeerTransfer
 
 Seen = Counter[str]
 
@@ -31,22 +31,22 @@ def observers(seen: Seen) -> list[Place]:
     return [
         _around(EpochMachine, "handle", _driver_decides(seen)),
         _around(TransactionMachine, "handle", _worker_decides(seen)),
-        _around(Holdings, "assign", _assigned(seen)),
-        _around(Holdings, "release", _released(seen)),
-        _around(Holdings, "fetch", _fetched(seen)),
-        _around(Holdings, "fetch_frozen", _asked_for_keys(seen)),
-        _around(Holdings, "complete_frozen", _asked_for_groups(seen)),
-        _around(Migration, "_load_fetched", _counted(seen, "fetched from a frozen copy")),
-        _around(Migration, "_load_whole", _loaded_whole(seen)),
-        _around(Migration, "_load_drained", _counted(seen, "drained from a frozen copy")),
-        _around(Migration, "_fall_back", _counted(seen, "fell back to the checkpoint")),
-        _around(Migration, "_bring", _breaking(seen, "a drain from a frozen copy breaks")),
+        _around(GroupOwnership, "assign", _assigned(seen)),
+        _around(GroupOwnership, "release", _released(seen)),
+        _around(GroupOwnership, "fetch", _fetched(seen)),
+        _around(GroupOwnership, "fetch_frozen", _asked_for_keys(seen)),
+        _around(GroupOwnership, "complete_frozen", _asked_for_groups(seen)),
+        _around(PeerTransfer, "_load_fetched", _counted(seen, "fetched from a frozen copy")),
+        _around(PeerTransfer, "_load_whole", _loaded_whole(seen)),
+        _around(PeerTransfer, "_load_drained", _counted(seen, "drained from a frozen copy")),
+        _around(PeerTransfer, "_fall_back", _counted(seen, "fell back to the checkpoint")),
+        _around(PeerTransfer, "_bring", _breaking(seen, "a drain from a frozen copy breaks")),
         _around(WorkerJob, "_check_assignment", _breaking(seen, "an older assignment is refused")),
         _around(WorkerJob, "release", _asked_to_release(seen)),
         _around(WorkerJob, "flush", _counted(seen, "a worker flushes")),
         _around(WorkerJob, "complete", _counted(seen, "complete before the next epoch")),
-        _around(upkeep, "clean_up", _cleaned_up(seen)),
-        _around(upkeep.Upkeep, "_clean_up", _fenced_upkeep(seen)),
+        _around(maintenance, "clean_up", _cleaned_up(seen)),
+        _around(maintenance.Maintenance, "_clean_up", _fenced_upkeep(seen)),
     ]
 
 
@@ -121,21 +121,21 @@ def _worker_decides(seen: Seen) -> Callable[..., Any]:
 def _assigned(seen: Seen) -> Callable[..., Any]:
     def observe(known: Callable[..., Any]) -> Callable[..., Any]:
         def observed(
-            holdings: Holdings, groups: Collection[int], sources: Any, *, freeze_as_of: int | None = None
+            ownership: GroupOwnership, groups: Collection[int], sources: Any, *, freeze_as_of: int | None = None
         ) -> Any:
-            frozen, arriving = holdings.frozen, holdings._all()
+            frozen, arriving = ownership.frozen, ownership._all()
             if any(each.pending for each in arriving):
                 seen["assigned while groups are pending"] += 1
-            if any(each.pending for each in arriving if isinstance(each, Migration)):
+            if any(each.pending for each in arriving if isinstance(each, PeerTransfer)):
                 seen["assigned while groups come from peers"] += 1
-            adopted, left = known(holdings, groups, sources, freeze_as_of=freeze_as_of)
+            adopted, left = known(ownership, groups, sources, freeze_as_of=freeze_as_of)
             seen["groups adopted"] += len(adopted)
             if freeze_as_of is None:
                 seen["kept groups are dropped for a new driver"] += bool(frozen)
                 seen["groups dropped"] += len(left)
             else:
                 seen["groups frozen"] += len(left)
-                returned = frozen.keys() - holdings.frozen.keys()
+                returned = frozen.keys() - ownership.frozen.keys()
                 seen["a group returns to where it is kept"] += len(returned)
                 seen["a group returns unchanged to where it is kept"] += len(returned - adopted)
             return adopted, left
@@ -147,8 +147,8 @@ def _assigned(seen: Seen) -> Callable[..., Any]:
 
 def _released(seen: Seen) -> Callable[..., Any]:
     def observe(known: Callable[..., Any]) -> Callable[..., Any]:
-        def observed(holdings: Holdings, kept: Any) -> None:
-            known(holdings, kept)
+        def observed(ownership: GroupOwnership, kept: Any) -> None:
+            known(ownership, kept)
             seen["kept groups are released"] += bool(kept)
 
         return observed
@@ -158,9 +158,9 @@ def _released(seen: Seen) -> Callable[..., Any]:
 
 def _fetched(seen: Seen) -> Callable[..., Any]:
     def observe(known: Callable[..., Any]) -> Callable[..., Any]:
-        def observed(holdings: Holdings, *arguments: Any) -> None:
+        def observed(ownership: GroupOwnership, *arguments: Any) -> None:
             try:
-                known(holdings, *arguments)
+                known(ownership, *arguments)
             except WorkerError as error:
                 seen["a task reads by an old route"] += "old route" in str(error)
                 raise
@@ -172,10 +172,10 @@ def _fetched(seen: Seen) -> Callable[..., Any]:
 
 def _asked_for_keys(seen: Seen) -> Callable[..., Any]:
     def observe(known: Callable[..., Any]) -> Callable[..., Any]:
-        def observed(holdings: Holdings, variable: Any, hashes: Any, keys: Any, as_of: int) -> None:
-            asked = set(np.unique(key_groups_of(hashes, holdings._key_groups)).tolist())
-            seen["a chain of two sources"] += bool(asked & holdings.pending(variable))
-            known(holdings, variable, hashes, keys, as_of)
+        def observed(ownership: GroupOwnership, variable: Any, hashes: Any, keys: Any, as_of: int) -> None:
+            asked = set(np.unique(key_groups_of(hashes, ownership._key_groups)).tolist())
+            seen["a chain of two sources"] += bool(asked & ownership.pending(variable))
+            known(ownership, variable, hashes, keys, as_of)
 
         return observed
 
@@ -184,9 +184,9 @@ def _asked_for_keys(seen: Seen) -> Callable[..., Any]:
 
 def _asked_for_groups(seen: Seen) -> Callable[..., Any]:
     def observe(known: Callable[..., Any]) -> Callable[..., Any]:
-        def observed(holdings: Holdings, variable: Any, groups: Collection[int], as_of: int) -> None:
-            seen["a chain of two sources"] += bool(set(groups) & holdings.pending(variable))
-            known(holdings, variable, groups, as_of)
+        def observed(ownership: GroupOwnership, variable: Any, groups: Collection[int], as_of: int) -> None:
+            seen["a chain of two sources"] += bool(set(groups) & ownership.pending(variable))
+            known(ownership, variable, groups, as_of)
 
         return observed
 
@@ -195,7 +195,7 @@ def _asked_for_groups(seen: Seen) -> Callable[..., Any]:
 
 def _loaded_whole(seen: Seen) -> Callable[..., Any]:
     def observe(known: Callable[..., Any]) -> Callable[..., Any]:
-        def observed(migration: Migration, parts: Any, note: Any) -> None:
+        def observed(migration: PeerTransfer, parts: Any, note: Any) -> None:
             on_demand = note.__name__ == "note_fetched"
             seen["due keys fetched from a frozen copy" if on_demand else "prefetched from a frozen copy"] += 1
             known(migration, parts, note)

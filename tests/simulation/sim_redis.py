@@ -20,8 +20,8 @@ from sim_faults import CrashDriver, CrashWorker, Fault, Leave, Rescale, RestartW
 from sim_history import History, draw_history
 from sim_world import Process
 
-from anabranch.worker.storeoptions import StoreOptions
 from anabranch.worker.stores import redis_scripts as scripts
+from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.stores.redis import RedisConnection
 from anabranch.worker.stores.redis_connection import Command
 from redisserver import RedisServer, running_redis

@@ -16,13 +16,18 @@ import pyarrow as pa
 from sim_state import DictMerge, DictState
 
 from anabranch.checkpoint import changes, paths, snapshots
-from anabranch.control import assigning, upkeep
+from anabranch.control.epochs.executor import maintenance as maintenance
+from anabranch.control.membership import assignment as assigning
 from anabranch.core.schemas import Layout, StageSpec
 from anabranch.wire import frames, routed
 from anabranch.wire.messages import Request
-from anabranch.worker import compaction, drain, holdings, job, jobstate
-from anabranch.worker.storeoptions import StoreOptions
+from anabranch.worker import compaction
+from anabranch.worker.server import job
+from anabranch.worker.state import job_state as jobstate
 from anabranch.worker.stores import Store
+from anabranch.worker.stores.options import StoreOptions
+from anabranch.worker.transfer import drain
+from anabranch.worker.transfer import group_ownership as ownership
 
 #: About what a row of a message takes.
 _ROW_BYTES = 24
@@ -99,14 +104,14 @@ _SMALL: tuple[Place, ...] = (
     (drain, "_RETRY_S", 0.05),
     (drain, "_NO_EPOCH_S", 0.1),
     (drain, "_EPOCH_MAX_S", 1.0),
-    (upkeep, "_PAUSE_S", 0.1),
+    (maintenance, "_PAUSE_S", 0.1),
     (StageSpec, "to_json", _to_json),
     (StageSpec, "from_json", staticmethod(_from_json)),
     (Request, "kind", classmethod(cache(lambda kind: KIND(kind)))),
     (paths, "safe_name", cache(paths.safe_name)),
     (assigning, "asdict", _fields_of),
     (job, "asdict", _fields_of),
-    (holdings, "asdict", _fields_of),
+    (ownership, "asdict", _fields_of),
     (routed, "asdict", _fields_of),
     (changes, "to_layout", _to_layout),
     (snapshots, "to_layout", _to_layout),

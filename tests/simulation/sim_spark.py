@@ -22,7 +22,7 @@ from anabranch.core.ids import Epoch
 from anabranch.core.schemas import INDEX
 from anabranch.engine.runner import EpochInput, EpochRunner, Stopwatch, complete_missing
 from anabranch.engine.tables import TableKeeper
-from anabranch.engine.taskepoch import TaskEpoch
+from anabranch.engine.task_epoch import TaskEpoch
 from anabranch.wire.routed import RoutedState, StageAccess
 
 if TYPE_CHECKING:

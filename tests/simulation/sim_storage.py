@@ -18,7 +18,7 @@ from sim_world import BEGINNING_S, Process, World
 from anabranch.checkpoint import changes, documents, manifests, snapshots
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.worker import job
+from anabranch.worker.server import job
 
 #: How long a call takes about, and how many take any time at all: in which others slip in.
 CALL_S = 0.0008

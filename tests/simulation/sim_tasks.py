@@ -25,7 +25,7 @@ from sim_world import Process
 
 from anabranch.core.errors import AnabranchError, EpochError
 from anabranch.core.schemas import INDEX, Op, StageSpec
-from anabranch.engine.taskepoch import TaskEpoch
+from anabranch.engine.task_epoch import TaskEpoch
 from anabranch.wire.routed import Answers, Expiry, RoutedState, Routing, StageAccess
 
 if TYPE_CHECKING:

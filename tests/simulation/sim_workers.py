@@ -11,14 +11,14 @@ from sim_shortcuts import SimStores
 from sim_storage import SimStorage
 from sim_world import Process
 
-from anabranch.control.members import Member
+from anabranch.control.membership.members import Member
 from anabranch.core.errors import AnabranchError, WorkerError
 from anabranch.core.ids import WorkerId
 from anabranch.wire.credentials import Credentials
 from anabranch.wire.messages import Request
-from anabranch.worker.jobs import WorkerJobs
 from anabranch.worker.parts import WorkerParts
-from anabranch.worker.storeoptions import StoreOptions
+from anabranch.worker.server.jobs import WorkerJobs
+from anabranch.worker.stores.options import StoreOptions
 
 if TYPE_CHECKING:
     from sim_application import Application

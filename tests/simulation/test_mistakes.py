@@ -22,14 +22,14 @@ from sim_finding import is_found
 from sim_history import draw_history
 from sim_runs import Draw
 
-from anabranch.control import changing
+from anabranch.control.membership import change as changing
 from anabranch.core import epoch_events, requests
 from anabranch.core.epochs import EpochMachine, Step, choose_attempts
 from anabranch.core.ids import WorkerId
 from anabranch.core.transactions import TransactionMachine
 from anabranch.engine.runner import EpochInput, EpochRunner
-from anabranch.worker.deferral import DeferredChanges
-from anabranch.worker.job import WorkerJob
+from anabranch.worker.server.deferred_changes import DeferredChanges
+from anabranch.worker.server.job import WorkerJob
 
 HANDLE = TransactionMachine.handle
 STAGE = TransactionMachine._stage

@@ -22,20 +22,20 @@ from sim_state import DictKnown
 
 from anabranch.core.errors import AnabranchError
 from anabranch.core.transactions import TransactionMachine
-from anabranch.worker.adoption import Adoption
-from anabranch.worker.holdings import Holdings, Sources, Variable
-from anabranch.worker.migration import Migration
-from anabranch.worker.origins import Hashes
-from anabranch.worker.rows import Changes
-from anabranch.worker.shared import SharedState
+from anabranch.worker.state.rows import Changes
 from anabranch.worker.stores.redis_rows import GroupRows, Places
+from anabranch.worker.stores.shared import SharedState
+from anabranch.worker.transfer.checkpoint_transfer import CheckpointTransfer
+from anabranch.worker.transfer.group_ownership import GroupOwnership, Sources, Variable
+from anabranch.worker.transfer.peer_transfer import PeerTransfer
+from anabranch.worker.transfer.sources import Hashes
 
-ADOPT = Holdings._adopt
-ASSIGN = Holdings.assign
-CHECK_FROZEN = Holdings.check_frozen
-DRAIN = Adoption.drain
-FALL_BACK = Migration._fall_back
-FORGET = Holdings._forget
+ADOPT = GroupOwnership._adopt
+ASSIGN = GroupOwnership.assign
+CHECK_FROZEN = GroupOwnership.check_frozen
+DRAIN = CheckpointTransfer.drain
+FALL_BACK = PeerTransfer._fall_back
+FORGET = GroupOwnership._forget
 CHANGE = GroupRows.change
 GO_ON = SharedState._go_on
 
@@ -47,7 +47,7 @@ def fetches_nothing(_source: Any, _hashes: Hashes, _keys: Any = None) -> None:
     """Keys that have not arrived are taken for keys that do not exist."""
 
 
-def drains_over_newer_state(adoption: Adoption, groups: Collection[int], **about: Any) -> None:
+def drains_over_newer_state(adoption: CheckpointTransfer, groups: Collection[int], **about: Any) -> None:
     """The drain brings slots that have been fetched, and maybe changed since."""
     fetched = adoption._fetched
     adoption._fetched = np.zeros_like(fetched)
@@ -57,18 +57,18 @@ def drains_over_newer_state(adoption: Adoption, groups: Collection[int], **about
         adoption._fetched = fetched
 
 
-def keeps_dropped_state(holdings: Holdings, groups: frozenset[int]) -> None:
+def keeps_dropped_state(ownership: GroupOwnership, groups: frozenset[int]) -> None:
     """Groups that come back find what they left behind."""
-    for adoption in holdings._all():
+    for adoption in ownership._all():
         adoption.forget(groups)
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "mistake", "draw"),
     [
-        (Adoption, "fetch", fetches_nothing, draw_losses),
-        (Adoption, "drain", drains_over_newer_state, draw_losses),
-        (Holdings, "_drop", keeps_dropped_state, draw_losses),
+        (CheckpointTransfer, "fetch", fetches_nothing, draw_losses),
+        (CheckpointTransfer, "drain", drains_over_newer_state, draw_losses),
+        (GroupOwnership, "_drop", keeps_dropped_state, draw_losses),
     ],
 )
 def test_a_mistake_in_adoptions_is_found(
@@ -78,13 +78,13 @@ def test_a_mistake_in_adoptions_is_found(
     assert is_found(draw)
 
 
-def forgets_what_was_fetched(migration: Migration, _keys: Any, parts: list[Any]) -> None:
+def forgets_what_was_fetched(migration: PeerTransfer, _keys: Any, parts: list[Any]) -> None:
     """The drain brings the old value of a key that has been fetched and changed."""
     for part in parts:
         migration._state.load(migration._still_pending(part))
 
 
-def falls_back_without_known_keys(migration: Migration, error: AnabranchError) -> None:
+def falls_back_without_known_keys(migration: PeerTransfer, error: AnabranchError) -> None:
     """The checkpoint brings keys that are known, and maybe changed since."""
     FALL_BACK(migration, error)
     assert migration._from_checkpoint is not None
@@ -92,35 +92,35 @@ def falls_back_without_known_keys(migration: Migration, error: AnabranchError) -
 
 
 def releases_at_once(
-    holdings: Holdings, groups: Collection[int], sources: Sources, *, freeze_as_of: int | None = None
+    ownership: GroupOwnership, groups: Collection[int], sources: Sources, *, freeze_as_of: int | None = None
 ) -> tuple[frozenset[int], frozenset[int]]:
     """What is kept for others is dropped before they have it, and still offered."""
-    adopted, left = ASSIGN(holdings, groups, sources, freeze_as_of=freeze_as_of)
-    holdings._drop(left)
+    adopted, left = ASSIGN(ownership, groups, sources, freeze_as_of=freeze_as_of)
+    ownership._drop(left)
     return adopted, left
 
 
-def answers_for_moved_groups(holdings: Holdings, variable: Variable, hashes: Hashes, keys: Any) -> None:
+def answers_for_moved_groups(ownership: GroupOwnership, variable: Variable, hashes: Hashes, keys: Any) -> None:
     """The old owner goes on as if nothing had moved."""
-    for each in holdings._arriving.get(variable, ()):
+    for each in ownership._arriving.get(variable, ()):
         each.fetch(hashes, keys)
 
 
-def answers_with_what_it_has(holdings: Holdings, _variable: Variable, *what: Any) -> None:
+def answers_with_what_it_has(ownership: GroupOwnership, _variable: Variable, *what: Any) -> None:
     """The middle of a chain does not ask for what it has not fetched itself."""
     if len(what) == 2:
-        holdings.check_frozen(*what)
+        ownership.check_frozen(*what)
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "mistake", "draw"),
     [
-        (Migration, "fetch", fetches_nothing, draw_moves),
-        (Migration, "_load_fetched", forgets_what_was_fetched, draw_moves),
-        (Migration, "_fall_back", falls_back_without_known_keys, draw_slow),
-        (Holdings, "assign", releases_at_once, draw_moves),
-        (Holdings, "fetch", answers_for_moved_groups, draw_strays),
-        (Holdings, "complete_frozen", answers_with_what_it_has, draw_chains),
+        (PeerTransfer, "fetch", fetches_nothing, draw_moves),
+        (PeerTransfer, "_load_fetched", forgets_what_was_fetched, draw_moves),
+        (PeerTransfer, "_fall_back", falls_back_without_known_keys, draw_slow),
+        (GroupOwnership, "assign", releases_at_once, draw_moves),
+        (GroupOwnership, "fetch", answers_for_moved_groups, draw_strays),
+        (GroupOwnership, "complete_frozen", answers_with_what_it_has, draw_chains),
     ],
 )
 def test_a_mistake_in_migrations_is_found(

@@ -16,8 +16,8 @@ from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import Layout, Op, StageSpec, VariableKind, VariableSpec
 from anabranch.worker.compaction import _Values
-from anabranch.worker.layers import VariableState
-from anabranch.worker.merge import EntryMerge
+from anabranch.worker.state.entry_merge import EntryMerge
+from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import open_store
 
 GROUPS = 4

@@ -21,8 +21,8 @@ from anabranch.checkpoint import Storage, claim_generation, clean_up, paths, rea
 from anabranch.checkpoint.savepoints import read_savepoint
 from anabranch.checkpoint.snapshots import read_snapshot, snapshot_epochs
 from anabranch.cli import main
-from anabranch.cli_checkpoint import epoch_ranges
-from anabranch.control import savepoints
+from anabranch.cli.checkpoint import epoch_ranges
+from anabranch.control.epochs.executor import savepoints
 from anabranch.core.ids import Epoch, Generation, StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.worker.compaction import compact

@@ -17,9 +17,10 @@ import pytest
 import typer
 from tests.unit.control.http_job import MemoryJob
 
-from anabranch import cli, cli_control
-from anabranch.cli_api import JobApi
-from anabranch.control.http import ControlServer
+from anabranch import cli
+from anabranch.cli import jobs as cli_control
+from anabranch.cli.job_api import JobApi
+from anabranch.control.http.server import ControlServer
 from anabranch.core.errors import EpochError, LostWorkerError
 from anabranch.wire.credentials import Credentials
 

@@ -49,6 +49,8 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 
 def test_workers_do_not_pay_for_pyspark() -> None:
-    program = "import sys, anabranch.worker.process; print([m for m in sys.modules if m.split('.')[0] == 'pyspark'])"
+    program = (
+        "import sys, anabranch.worker.server.process; print([m for m in sys.modules if m.split('.')[0] == 'pyspark'])"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -15,7 +15,7 @@ from soak.jobs import JOBS
 from soak.scenarios import Kind, Wanted, draw
 from soak.timed import model_pauses, model_timeouts, times_logged
 
-from anabranch.checkpoint.storage_local import LocalFiles
+from anabranch.checkpoint.storage.local import LocalFiles
 
 
 def failing_files(folder: Path, window: Path) -> LocalFiles:

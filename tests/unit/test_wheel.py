@@ -41,7 +41,7 @@ def test_a_wheel_has_the_whole_package_and_nothing_else(wheel: dict[str, bytes])
     }
     packed = {path for path in wheel if ".dist-info/" not in path}
     assert packed == expected
-    assert {"anabranch/__init__.py", "anabranch/cli.py", "anabranch/py.typed"} <= packed
+    assert {"anabranch/__init__.py", "anabranch/cli/__init__.py", "anabranch/py.typed"} <= packed
     assert not [path for path in wheel if Path(path).name.startswith(("test_", "conftest"))]
 
 

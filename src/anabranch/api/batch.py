@@ -16,8 +16,8 @@ from anabranch.api.grouped import GroupedStream, agg_text
 from anabranch.api.stream import REFUSED_METHODS, Stream
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.batches import Batch
-from anabranch.engine.pythondaemon import use_own_daemon
 from anabranch.engine.segments import Operation
+from anabranch.engine.spark.python_daemon import use_own_daemon
 from anabranch.engine.stages import StatefulStage
 from anabranch.operators.process.stage import ProcessStage
 from anabranch.operators.vectorised.stage import VectorisedStage

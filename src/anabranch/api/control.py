@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from anabranch.control.members import Member, discover
+from anabranch.control.membership.members import Member, discover
 from anabranch.core.errors import EpochError, SettingsError, UnsupportedError
 from anabranch.wire.credentials import Credentials
 

@@ -8,8 +8,8 @@ from typing import Any
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from anabranch.core.schemas import VariableKind
+from anabranch.engine.spark.ticks import TICK
 from anabranch.engine.stages import StatefulStage
-from anabranch.engine.ticks import TICK
 from anabranch.operators.process.stage import ProcessStage
 from anabranch.operators.process.timers import TIMERS
 from anabranch.operators.process.variable import has_expiry

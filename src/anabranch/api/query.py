@@ -20,7 +20,7 @@ from anabranch.api.failures import as_failure, explained
 from anabranch.api.locations import TemporaryFolder
 from anabranch.api.running import Running
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.rescale import Rescale, asked_for, parallelism_after
+from anabranch.control.membership.rescale import Rescale, asked_for, parallelism_after
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.membership_events import RescaleState
@@ -32,7 +32,7 @@ from anabranch.plan.pipeline import Pipeline
 from anabranch.wire.credentials import Credentials
 
 if TYPE_CHECKING:
-    from anabranch.control.http import ControlServer
+    from anabranch.control.http.server import ControlServer
 
 #: Short, because what changes between two epochs holds up none.
 _WATCH_INTERVAL_S = 0.1
@@ -77,7 +77,7 @@ class StreamQuery:
     def open_control(self, *, strict_port: bool) -> None:
         """Serve the HTTP API, and look after the query from now on."""
         if self.settings.control_port >= 0:
-            from anabranch.control.http import ControlServer
+            from anabranch.control.http.server import ControlServer
 
             self._server = ControlServer(
                 QueryControl(self),

@@ -22,24 +22,24 @@ from anabranch.api.running import Running
 from anabranch.checkpoint import rewind
 from anabranch.checkpoint.sinks import shift_of
 from anabranch.checkpoint.storage import Storage
-from anabranch.control.claims import Claimed, claim
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.launcher import EmbeddedWorkers, prepare
-from anabranch.control.members import Member, Membership, connect, discover
+from anabranch.control.epochs.savepoints import seed
+from anabranch.control.membership.launcher import EmbeddedWorkers, prepare
+from anabranch.control.membership.members import Member, Membership, connect, discover
+from anabranch.control.owned_checkpoint import OwnedCheckpoint, claim
 from anabranch.control.resume import resume
-from anabranch.control.savepoints import seed
 from anabranch.core.errors import CheckpointError, EpochError, SettingsError
 from anabranch.core.ids import NO_EPOCH, Epoch, StageNumber, WorkerId
 from anabranch.core.settings import Settings
 from anabranch.engine.late import LateRows
 from anabranch.engine.loop import EpochLoop
-from anabranch.engine.losslog import leave_out_lost_workers
-from anabranch.engine.pythondaemon import use_own_daemon
 from anabranch.engine.sinks import FileSink, Sink
+from anabranch.engine.spark.loss_log import leave_out_lost_workers
+from anabranch.engine.spark.python_daemon import use_own_daemon
+from anabranch.engine.spark.query import SparkStream
+from anabranch.engine.spark.ticks import Ticks
 from anabranch.engine.stages import Clock, table_stage
-from anabranch.engine.streamfacts import SparkStream
 from anabranch.engine.tables import TableKeeper
-from anabranch.engine.ticks import Ticks
 from anabranch.plan.pipeline import Pipeline
 from anabranch.wire.credentials import Credentials, is_loopback_host
 from anabranch.wire.keyring import new_token, user_token
@@ -79,7 +79,7 @@ def start_query(
     def launch(settings: Settings, parallelism: Mapping[StageNumber, int]) -> Running:
         _check_one_query_per_checkpoint(spark, location)
         with contextlib.ExitStack() as undo:
-            claimed, coordinator = _start_coordinator(pipeline, settings, location, parallelism, undo)
+            owned, coordinator = _start_coordinator(pipeline, settings, location, parallelism, undo)
             stream = SparkStream(has_watermark=pipeline.has_watermark)
             coordinator.cluster.on_loss = lambda _: stream.cancel_jobs()
             ticks = _make_ticks(spark, pipeline, mode, trigger, undo)
@@ -96,12 +96,12 @@ def start_query(
                 tables=_make_tables(pipeline, settings, undo),
                 now_ms=now_ms,
             )
-            rows = loop.feeds.read() if pipeline.segments else pipeline.source
+            rows = loop.stream_inputs.read() if pipeline.segments else pipeline.source
             if ticks is not None:
                 rows = ticks.added_to(rows)
             if isinstance(sink, FileSink):
                 latest, committed = sink.announce(spark), Epoch(coordinator.committed_epoch)
-                sink.shift = shift_of(claimed.storage, claimed.spark, sink.path, committed=committed, latest=latest)
+                sink.shift = shift_of(owned.storage, owned.spark, sink.path, committed=committed, latest=latest)
             _replay(rows, loop, location, stream)
             if ticks is not None and coordinator.committed_epoch != NO_EPOCH:
                 ticks.note_restart()
@@ -166,12 +166,12 @@ def _start_coordinator(
     location: str,
     parallelism: Mapping[StageNumber, int],
     undo: contextlib.ExitStack,
-) -> tuple[Claimed, Coordinator]:
+) -> tuple[OwnedCheckpoint, Coordinator]:
     """Claim the checkpoint, start or find the workers, and open the job on them; `undo` takes all of it down."""
     if settings.savepoint:
         seed(location, settings.state_location, settings.savepoint)
     specs = [stage.spec for stage in pipeline.stateful_stages]
-    claimed = claim(
+    owned = claim(
         location,
         specs,
         settings.key_groups,
@@ -190,14 +190,14 @@ def _start_coordinator(
     members = _find_workers(settings, workers)
     undo.callback(members.close)
     coordinator = Coordinator(
-        resume(claimed, members, shared_store=settings.store == "redis", heartbeat_s=settings.heartbeat_s),
+        resume(owned, members, shared_store=settings.store == "redis", heartbeat_s=settings.heartbeat_s),
         members,
         settings,
         parallelism,
         _Supply(settings, workers),
     )
     undo.callback(coordinator.close)
-    return claimed, coordinator
+    return owned, coordinator
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from anabranch.api.broadcast import BroadcastTable, table_argument, with_broadca
 from anabranch.api.grouped import GroupedStream
 from anabranch.api.joins import UNION_METHODS, check_static_join, is_stream, join_streams, unite_streams
 from anabranch.core.errors import UnsupportedError
-from anabranch.engine.pythondaemon import use_own_python
 from anabranch.engine.segments import Operation
+from anabranch.engine.spark.python_daemon import use_own_python
 from anabranch.operators.dedup.build import build_dedup
 from anabranch.plan.explain import explain_logical
 from anabranch.plan.pipeline import Pipeline

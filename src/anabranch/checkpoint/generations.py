@@ -19,8 +19,8 @@ _MOST_RACES = 1000
 
 def latest_generation(storage: Storage) -> Generation:
     """The newest generation that was claimed; NO_GENERATION if none was. Goes by the names alone."""
-    claimed = (paths.generation_of(name) for name in storage.list_names(paths.GENERATIONS))
-    return max((generation for generation in claimed if generation is not None), default=NO_GENERATION)
+    owned = (paths.generation_of(name) for name in storage.list_names(paths.GENERATIONS))
+    return max((generation for generation in owned if generation is not None), default=NO_GENERATION)
 
 
 def claim_generation(storage: Storage, info: Mapping[str, Any]) -> Generation:

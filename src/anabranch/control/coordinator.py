@@ -14,25 +14,25 @@ import pyarrow as pa
 from anabranch.checkpoint.generations import check_generation, claim_next
 from anabranch.checkpoint.savepoints import Savepoint
 from anabranch.checkpoint.sparklog import last_committed_epoch
-from anabranch.control.accesses import make_accesses
-from anabranch.control.claims import who_claims
-from anabranch.control.cluster import Cluster
-from anabranch.control.durability import Durability
-from anabranch.control.epochs import EpochExecutor, file_of
-from anabranch.control.looking import Looking
-from anabranch.control.members import Member, Membership
+from anabranch.control.epochs.durability import Durability
+from anabranch.control.epochs.executor import EpochExecutor, file_of
+from anabranch.control.epochs.maintenance import Maintenance
+from anabranch.control.epochs.savepoints import take_savepoint
+from anabranch.control.inspection import Inspection
+from anabranch.control.membership.cluster import Cluster
+from anabranch.control.membership.members import Member, Membership
+from anabranch.control.membership.rescale import Change, Rescale
+from anabranch.control.membership.worker_pool import WorkerPool
+from anabranch.control.owned_checkpoint import who_claims
 from anabranch.control.parts import PRODUCTION, DriverParts
-from anabranch.control.rescale import Change, Rescale
 from anabranch.control.resume import Resumed
-from anabranch.control.savepoints import take_savepoint
-from anabranch.control.supply import WorkerSupply
-from anabranch.control.upkeep import Upkeep
+from anabranch.control.stage_access import make_accesses
 from anabranch.core import epoch_events as events
+from anabranch.core.change_timing import ChangeTiming
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, FencedError
 from anabranch.core.ids import Epoch, Partition, StageNumber
 from anabranch.core.requests import StagePartition
-from anabranch.core.rhythm import Rhythm
 from anabranch.core.routes import Route, owners_of_partitions
 from anabranch.core.schemas import StageSpec
 from anabranch.core.settings import Settings
@@ -57,33 +57,33 @@ class Coordinator:
         members: Membership,
         settings: Settings,
         parallelism: Mapping[StageNumber, int],
-        supply: WorkerSupply,
+        worker_pool: WorkerPool,
         parts: DriverParts = PRODUCTION,
     ) -> None:
         self._parts = parts
         self._scheduler = parts.scheduler
-        self._claimed = resumed.claimed
+        self._owned = resumed.owned
         self._settings = settings
         #: Partitions of each stateful stage; may change between epochs.
         self.parallelism = dict(parallelism)
-        self.cluster = Cluster(resumed, members, settings, supply, parts.scheduler)
+        self.cluster = Cluster(resumed, members, settings, worker_pool, parts.scheduler)
         self._machine = EpochMachine(resumed.committed.epoch)
         self._durability = Durability(resumed.committed, resumed.files, settings.checkpoint_interval_s, parts.scheduler)
-        self._upkeep = Upkeep(resumed.claimed, settings, resumed.files, self.cluster.files_in_use, parts)
+        self._maintenance = Maintenance(resumed.owned, settings, resumed.files, self.cluster.files_in_use, parts)
         #: Held while workers change between epochs, or the coordinator is closed: nothing changes after that.
         self._idle = parts.scheduler.lock()
         self._closed = False
         self._epochs = EpochExecutor(
-            self._machine, self.cluster, self._durability, settings, parts.scheduler, lambda: self._claimed
+            self._machine, self.cluster, self._durability, settings, parts.scheduler, lambda: self._owned
         )
-        self._looking = Looking(self.cluster, parts.scheduler, self._job, _REPAIR_S + settings.worker_timeout_s)
-        self._accesses = make_accesses(self._claimed, self.cluster, self.parallelism, self._settings)
+        self._inspection = Inspection(self.cluster, parts.scheduler, self._job, _REPAIR_S + settings.worker_timeout_s)
+        self._accesses = make_accesses(self._owned, self.cluster, self.parallelism, self._settings)
         #: The last changes among the workers. Those before an epoch are reported with it.
         self.changes: deque[Change] = deque(maxlen=_CHANGES_REMEMBERED)
         #: How many changes were made because of lost workers.
         self._repairs = 0
         self._unreported: list[Change] = []
-        self._rhythm = Rhythm()
+        self._timing = ChangeTiming()
 
     @property
     def route(self) -> Route:
@@ -104,7 +104,7 @@ class Coordinator:
     @property
     def checkpoint(self) -> str:
         """Where Spark keeps the job's offsets and commits."""
-        return self._claimed.spark.location
+        return self._owned.spark.location
 
     @property
     def committed_epoch(self) -> int:
@@ -119,9 +119,9 @@ class Coordinator:
 
     def begin(self, epoch: int) -> int:
         # That Spark runs this epoch proves that it has committed the one before: from here on workers may change.
-        if self.cluster.is_ready_to_change and (self.cluster.must_change or not self._rhythm.postpones()):
+        if self.cluster.is_ready_to_change and (self.cluster.must_change or not self._timing.postpones()):
             self._change(epoch)
-        self._rhythm.begin(self._scheduler.monotonic_s())
+        self._timing.begin(self._scheduler.monotonic_s())
         owners = {
             StagePartition(StageNumber(number), Partition(partition)): frozenset(workers)
             for number, access in self._accesses.items()
@@ -146,7 +146,7 @@ class Coordinator:
         # One that is run again takes the place of a run that was durable, so it has to be durable as well.
         self._epochs.is_durable_now = self._durability.is_due or epoch <= self.durable_epoch
         self._epochs.drive(events.SinkWritten(self._machine.run))
-        self._upkeep.after_epoch(Epoch(min(epoch - 1, self.durable_epoch)), self._epochs.changed["changedRows"])
+        self._maintenance.after_epoch(Epoch(min(epoch - 1, self.durable_epoch)), self._epochs.changed["changedRows"])
         changes, self._unreported = self._unreported, []
         self._note_duration()
         return {
@@ -170,7 +170,7 @@ class Coordinator:
     def fenced(self) -> FencedError | None:
         """That a newer driver has taken over the job, if it has, as far as that can be told."""
         try:
-            check_generation(self._claimed.storage, self._claimed.generation)
+            check_generation(self._owned.storage, self._owned.generation)
         except FencedError as error:
             return error
         except AnabranchError as error:
@@ -192,16 +192,16 @@ class Coordinator:
     def _change(self, epoch: int) -> None:
         self.flush()
         change = self.cluster.change(Epoch(epoch), self._durability)
-        self._rhythm.note_change()
+        self._timing.note_change()
         self.changes.append(change)
         self._unreported.append(change)
         self._repairs += bool(change.lost)
         for rescale in change.rescales:
             self.parallelism.update({StageNumber(stage): number for stage, number in rescale.parallelism.items()})
-        self._accesses = make_accesses(self._claimed, self.cluster, self.parallelism, self._settings)
+        self._accesses = make_accesses(self._owned, self.cluster, self.parallelism, self._settings)
 
     def _note_duration(self) -> None:
-        duration_ms = 1000 * self._rhythm.end(self._scheduler.monotonic_s())
+        duration_ms = 1000 * self._timing.end(self._scheduler.monotonic_s())
         if self.cluster.migrations.is_under_way:
             self._epochs.pace.note_busy(duration_ms)
         else:
@@ -218,11 +218,11 @@ class Coordinator:
         with self._idle:
             if self._durability.is_wanted and not self._closed:
                 self.flush()
-            has_time = self._rhythm.has_time(self._scheduler.monotonic_s())
+            has_time = self._timing.has_time(self._scheduler.monotonic_s())
             if self._closed or not self.cluster.is_ready_to_change or not (self.cluster.must_change or has_time):
                 return False
             # Only what Spark has committed may become the start of something new.
-            if last_committed_epoch(self._claimed.spark) != self._machine.committed:
+            if last_committed_epoch(self._owned.spark) != self._machine.committed:
                 return False
             self._change(self._machine.committed + 1)
             return True
@@ -231,10 +231,10 @@ class Coordinator:
         """As a new generation: for the old one, no worker ever goes back. Raises FencedError if that is taken."""
         logger.warning("epochs %s were not durable and are run again", sorted(self._durability.volatile))
         info = {**who_claims(volatile=True), "returns_to": self._durability.newest.epoch}
-        generation = claim_next(self._claimed.storage, self._claimed.generation, info)
-        self._claimed = replace(self._claimed, generation=generation)
-        self.cluster.use(self._claimed)
-        self._upkeep.use(self._claimed)
+        generation = claim_next(self._owned.storage, self._owned.generation, info)
+        self._owned = replace(self._owned, generation=generation)
+        self.cluster.use(self._owned)
+        self._maintenance.use(self._owned)
         self._machine.rewind(self._durability.newest.epoch)
         self._durability.volatile.clear()
 
@@ -245,7 +245,7 @@ class Coordinator:
         flush = messages.Flush(**self._job(), deferred=self._durability.deferred())
         answers = self._on_all(lambda member: self._call(member, flush))
         files = [file_of(pair) for answer in answers for pair in answer["files"]]
-        self._durability.write(self._claimed, self.route.version, files, self._durability.volatile)
+        self._durability.write(self._owned, self.route.version, files, self._durability.volatile)
 
     def status(self) -> Mapping[str, Any]:
         """For the query's status: the workers, what was lost last, and what moves."""
@@ -256,29 +256,29 @@ class Coordinator:
             "repairs": self._repairs,
             "lastRepair": repairs[-1].to_json() if repairs else None,
             "migrating": self.cluster.migrations.is_under_way,
-            "lastSnapshot": self._upkeep.last_snapshot,
+            "lastSnapshot": self._maintenance.last_snapshot,
         }
 
     # ------------------------------------------------------------------------------------------- the state
 
     def scan(self, spec: StageSpec, variable: str) -> tuple[int, pa.Table]:
         """All rows of a state variable as of the last committed epoch, and that epoch."""
-        return self._looking.scan(spec, variable, lambda: self._machine.committed)
+        return self._inspection.scan(spec, variable, lambda: self._machine.committed)
 
     def describe(self, *, wait: bool = True) -> list[dict[str, Any]]:
         """What each worker holds; without waiting, as far as it can be told while workers change or stand still."""
-        return self._looking.describe(wait=wait)
+        return self._inspection.describe(wait=wait)
 
     def savepoint(self, target: str) -> Savepoint:
         """Save the job as of the last epoch that Spark committed, in a place of its own. Epochs go on meanwhile.
 
         Where not every epoch is made durable, the next one is, or those that there are as soon as none runs.
         """
-        committed = last_committed_epoch(self._claimed.spark)
+        committed = last_committed_epoch(self._owned.spark)
         if not self._durability.wait_until_durable(committed, _SAVEPOINT_WAIT_S):
             logger.warning("epoch %d has not become durable in time; an older one is saved", committed)
-        with self._upkeep.paused():
-            return take_savepoint(self._claimed, target, Epoch(min(committed, self.durable_epoch)), self._parts)
+        with self._maintenance.paused():
+            return take_savepoint(self._owned, target, Epoch(min(committed, self.durable_epoch)), self._parts)
 
     def close(self) -> None:
         """Take leave of the workers, and leave nothing behind that is not durable."""
@@ -294,9 +294,9 @@ class Coordinator:
             except AnabranchError as error:
                 logger.debug("worker %s could not be told that the job ends: %s", member.worker, error)
         self._durability.close()
-        self._upkeep.close()
+        self._maintenance.close()
         self.cluster.close()
-        self._looking.is_closed = True
+        self._inspection.is_closed = True
 
     # ----------------------------------------------------------------------------------------------- pieces
 
@@ -308,4 +308,4 @@ class Coordinator:
         return self._scheduler.gather(partial(call, member) for member in self.members)
 
     def _job(self) -> dict[str, Any]:
-        return {"job": self._claimed.job.job_id, "generation": self._claimed.generation}
+        return {"job": self._owned.job.job_id, "generation": self._owned.generation}

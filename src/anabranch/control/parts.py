@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from anabranch.checkpoint.storage import Storage
-from anabranch.control.claims import Claimed
-from anabranch.control.compaction import compact_in_process
+from anabranch.control.epochs.snapshot_process import compact_in_process
+from anabranch.control.owned_checkpoint import OwnedCheckpoint
 from anabranch.core.ids import Epoch
 from anabranch.runtime.scheduler import Scheduler
 from anabranch.runtime.threads import THREADS
@@ -25,7 +25,7 @@ class Compact(Protocol):
 
     def __call__(
         self,
-        claimed: Claimed,
+        owned: OwnedCheckpoint,
         epoch: Epoch,
         *,
         target: str = "",

@@ -66,7 +66,7 @@ def open_spark(master: str, *, parallelism: int, log: Path) -> Iterator[SparkSes
 def _start(master: str, parallelism: int, folder: Path) -> SparkSession:
     from pyspark.sql import SparkSession
 
-    from anabranch.engine import pythondaemon
+    from anabranch.engine.spark import python_daemon as pythondaemon
 
     builder = (
         SparkSession.builder.master(master)

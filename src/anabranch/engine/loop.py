@@ -11,8 +11,7 @@ from py4j.protocol import Py4JJavaError
 from pyspark.sql import DataFrame
 
 from anabranch.core.errors import FencedError
-from anabranch.engine.epochrun import EpochRun, run_all_partitions
-from anabranch.engine.feeds import Feeds
+from anabranch.engine.epoch_plan import EpochPlan, run_all_partitions
 from anabranch.engine.late import LateRows, LateSink, without_rows
 from anabranch.engine.runner import (
     Coordinator,
@@ -24,12 +23,13 @@ from anabranch.engine.runner import (
 )
 from anabranch.engine.segments import Segment, watermark_delays_ms
 from anabranch.engine.sinks import Sink
+from anabranch.engine.spark.templates import Templates
+from anabranch.engine.spark.ticks import Ticks
 from anabranch.engine.stages import EpochContext
+from anabranch.engine.stream_inputs import StreamInputs
 from anabranch.engine.tables import TableKeeper
-from anabranch.engine.taskepoch import TaskEpoch
+from anabranch.engine.task_epoch import TaskEpoch
 from anabranch.engine.tasks import spare_size_checks
-from anabranch.engine.templates import Templates
-from anabranch.engine.ticks import Ticks
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class EpochLoop:
     ) -> None:
         self._segments = segments
         #: What Spark has to read.
-        self.feeds = Feeds(segments, late)
+        self.stream_inputs = StreamInputs(segments, late)
         self._coordinator = coordinator
         self._sink = sink
         self._complete = complete
@@ -199,11 +199,11 @@ class EpochLoop:
             rows, epoch = self._latest
             self._epoch_run(rows, epoch + 1).prepare()
 
-    def _epoch_run(self, rows: DataFrame, epoch: int) -> EpochRun:
+    def _epoch_run(self, rows: DataFrame, epoch: int) -> EpochPlan:
         accesses, context = self._coordinator.accesses(), self._context(epoch)
-        return EpochRun(self._segments, self.feeds, rows, accesses, context, self._templates, self._late)
+        return EpochPlan(self._segments, self.stream_inputs, rows, accesses, context, self._templates, self._late)
 
-    def _write_late(self, sink: LateSink, run: EpochRun, epoch: TaskEpoch) -> int:
+    def _write_late(self, sink: LateSink, run: EpochPlan, epoch: TaskEpoch) -> int:
         """Give the rows that came too late to their sink; how many there are."""
         late = run.late_rows(epoch)
         count = run_all_partitions(late) if late is not None else 0

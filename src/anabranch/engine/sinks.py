@@ -18,7 +18,7 @@ from pyspark.sql.types import StructType
 
 from anabranch.checkpoint.paths import log_entry_of
 from anabranch.core.errors import EpochError, SettingsError
-from anabranch.engine.epochrun import run_all_partitions
+from anabranch.engine.epoch_plan import run_all_partitions
 
 logger = logging.getLogger(__name__)
 

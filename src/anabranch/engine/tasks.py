@@ -11,8 +11,8 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from anabranch.core.schemas import HASH, StageSpec
-from anabranch.engine import pythonworker
-from anabranch.engine.taskepoch import TaskEpoch
+from anabranch.engine.spark import python_worker as pythonworker
+from anabranch.engine.task_epoch import TaskEpoch
 from anabranch.wire.routed import RoutedState, StageAccess
 
 #: What a stage does with a partition. It must have written to the state, once, when it is exhausted.

@@ -3,7 +3,7 @@
 Spark forks a process for a Python task when none is free, and gives up one whose task has failed. Each then imports
 NumPy, Arrow and this package anew, for some tenths of a second: in the first epoch, and in one that loses a worker.
 With ``spark.python.daemon.module=anabranch.operators.daemon`` it finds them there. In local mode, queries see to that
-themselves (engine/pythondaemon.py).
+themselves (engine/spark/python_daemon.py).
 """
 
 from __future__ import annotations

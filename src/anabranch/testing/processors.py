@@ -27,8 +27,8 @@ from anabranch.operators.process.program import TimeMode
 from anabranch.operators.process.stage import LateRows
 from anabranch.testing.moments import milliseconds
 from anabranch.wire.routed import Answers, Expiry
-from anabranch.worker.layers import VariableState
-from anabranch.worker.storeoptions import StoreOptions
+from anabranch.worker.state.variable_state import VariableState
+from anabranch.worker.stores.options import StoreOptions
 
 #: The id of a job that nobody else has.
 _JOB = "0" * 32

@@ -41,8 +41,8 @@ from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import AnabranchError, CheckpointError
 from anabranch.core.ids import Epoch, Generation
 from anabranch.core.schemas import Layout, Op, StageSpec, VariableKind
-from anabranch.worker.layers import VariableState
-from anabranch.worker.merge import EntryMerge
+from anabranch.worker.state.entry_merge import EntryMerge
+from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import open_store
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,11 @@ from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, Layout, Op, VariableKind, VariableSpec
-from anabranch.worker.adoption import MakeOrigin
-from anabranch.worker.layers import VariableState
-from anabranch.worker.migration import Migration
-from anabranch.worker.origins import CheckpointOrigin
-from anabranch.worker.peers import as_puts, entries_of
+from anabranch.worker.state.variable_state import VariableState
+from anabranch.worker.transfer.checkpoint_transfer import MakeOrigin
+from anabranch.worker.transfer.peer_transfer import PeerTransfer
+from anabranch.worker.transfer.peers import as_puts, entries_of
+from anabranch.worker.transfer.sources import CheckpointOrigin
 
 #: Newer than any epoch.
 NOW = 1 << 62
@@ -112,7 +112,7 @@ def _subkey_of(row: dict[str, Any]) -> int | None:
 class Frozen:
     """The frozen copy of a former owner, which may itself still wait for some of it. Fails when told to."""
 
-    def __init__(self, state: VariableState, before: Migration | None = None, rows_per_piece: int = 2) -> None:
+    def __init__(self, state: VariableState, before: PeerTransfer | None = None, rows_per_piece: int = 2) -> None:
         self._state = state
         self._before = before
         self._rows_per_piece = rows_per_piece

@@ -14,10 +14,10 @@ from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.schemas import HASH, INDEX, POSITION, Layout, Op, VariableKind, VariableSpec
-from anabranch.worker.adoption import Adoption
-from anabranch.worker.layers import VariableState
-from anabranch.worker.origins import CheckpointOrigin
+from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import open_store
+from anabranch.worker.transfer.checkpoint_transfer import CheckpointTransfer
+from anabranch.worker.transfer.sources import CheckpointOrigin
 
 GROUPS = 8
 KEYS = range(12)
@@ -72,7 +72,7 @@ class Pair:
             files.append(ChangeFile(StageNumber(1), "v", WorkerId("w"), path, *written))
             mine = [g in groups for g in (table.column(HASH).to_numpy() % GROUPS).tolist()]
             self.whole.load(table.filter(pa.array(mine, pa.bool_())))
-        self.adoption = Adoption(
+        self.adoption = CheckpointTransfer(
             self.adopted, CheckpointOrigin(storage, layout, groups, [], files), sorted(groups), GROUPS
         )
 
@@ -145,7 +145,9 @@ def test_fetching_brings_the_wanted_keys_and_hardly_any_others(tmp_path: Path) -
     written = write_changes(storage, "anabranch/changes/x.parquet", layout, GROUPS, table)
     file = ChangeFile(StageNumber(1), "v", WorkerId("w"), "anabranch/changes/x.parquet", *written)
     state = VariableState(layout, GROUPS, open_store("memory", layout, GROUPS, None))
-    adoption = Adoption(state, CheckpointOrigin(storage, layout, range(GROUPS), [], [file]), range(GROUPS), GROUPS)
+    adoption = CheckpointTransfer(
+        state, CheckpointOrigin(storage, layout, range(GROUPS), [], [file]), range(GROUPS), GROUPS
+    )
     adoption.fetch(hashes[:500])
     assert 500 <= state.rows() < 1000
     adoption.fetch(hashes[:500])

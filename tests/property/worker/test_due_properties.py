@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from anabranch.core.errors import EpochError
 from anabranch.core.eventtime import EventTime
 from anabranch.core.schemas import POSITION, Layout, Op, VariableKind, VariableSpec
-from anabranch.worker import due
-from anabranch.worker.layers import VariableState
+from anabranch.worker.state import due_index as due
+from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import open_store
 from anabranch.worker.stores.redis import RedisConnection
 from redisserver import WholeStore

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from anabranch.core.errors import WorkerError
 from anabranch.core.schemas import HASH, INDEX, OP, Layout, Op, VariableKind, VariableSpec
-from anabranch.worker.rows import Rows, VariableCodec
+from anabranch.worker.state.rows import Rows, VariableCodec
 from anabranch.worker.stores import redis, redis_connection, redis_rows
 from anabranch.worker.stores.redis import RedisConnection, RedisStore, delete_prefix
 from redisserver import new_prefix

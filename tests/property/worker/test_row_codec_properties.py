@@ -8,7 +8,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.worker.codec import RowCodec, from_objects, take, to_objects
+from anabranch.worker.state.codec import RowCodec, from_objects, take, to_objects
 
 
 @st.composite

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from anabranch.core.errors import EpochError
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, INDEX, OP, POSITION, Layout, Op, VariableKind, VariableSpec
-from anabranch.worker.layers import VariableState
+from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import open_store
 from anabranch.worker.stores.redis import RedisConnection
 from redisserver import WholeStore

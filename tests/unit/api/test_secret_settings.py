@@ -14,7 +14,7 @@ from anabranch.api.start import _check_exposure as check_exposure
 from anabranch.core.errors import SettingsError
 from anabranch.core.settings import Settings
 from anabranch.wire.credentials import Credentials
-from anabranch.worker.process import WorkerOptions
+from anabranch.worker.server.process import WorkerOptions
 from certificates import Authority
 
 URL = "redis://ann:geheim@db:6379/0"

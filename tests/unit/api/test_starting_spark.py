@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from anabranch.api import start
-from anabranch.engine.streamfacts import SparkStream
+from anabranch.engine.spark.query import SparkStream
 
 
 class Writer:

@@ -38,9 +38,9 @@ def test_a_damaged_claim_still_takes_its_number(storage: Storage) -> None:
 
 def test_threads_that_claim_at_once_never_share_a_generation(storage: Storage) -> None:
     with ThreadPoolExecutor(8) as pool:
-        claimed = list(pool.map(lambda n: claim_generation(storage, {"n": n}), range(40)))
-    assert sorted(claimed) == list(range(1, 41))
-    assert [generation_info(storage, g)["n"] for g in claimed] == list(range(40))
+        owned = list(pool.map(lambda n: claim_generation(storage, {"n": n}), range(40)))
+    assert sorted(owned) == list(range(1, 41))
+    assert [generation_info(storage, g)["n"] for g in owned] == list(range(40))
 
 
 def test_processes_that_claim_at_once_never_share_a_generation(storage: Storage) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow as pa
 from worker_stand_in import NoSupply, StandIn, Supply, membership
 
-from anabranch.control.claims import claim
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.members import Member
-from anabranch.control.rescale import Rescale
+from anabranch.control.membership.members import Member
+from anabranch.control.membership.rescale import Rescale
+from anabranch.control.owned_checkpoint import claim
 from anabranch.control.resume import resume
 from anabranch.core.errors import WorkerError
 from anabranch.core.ids import StageNumber
@@ -34,12 +34,12 @@ Make = Callable[..., Coordinator]
 def making(folder: Path) -> Iterator[Make]:
     made: list[Coordinator] = []
 
-    def make(*workers: StandIn, supply: NoSupply | None = None, **settings: Any) -> Coordinator:
+    def make(*workers: StandIn, worker_pool: NoSupply | None = None, **settings: Any) -> Coordinator:
         """Nothing is done in the background: tests call what the heartbeat would."""
         members = membership(*workers)
         resumed = resume(claim(str(folder), [SPEC], KEY_GROUPS), members)
         chosen = Settings(workers=len(workers), key_groups=KEY_GROUPS, heartbeat_s=60.0, **settings)
-        made.append(Coordinator(resumed, members, chosen, {StageNumber(1): 2}, supply or NoSupply()))
+        made.append(Coordinator(resumed, members, chosen, {StageNumber(1): 2}, worker_pool or NoSupply()))
         return made[-1]
 
     yield make

@@ -10,8 +10,8 @@ from worker_stand_in import NoSupply, StandIn, membership
 from anabranch.checkpoint.generations import claim_generation
 from anabranch.checkpoint.manifests import manifest_epochs, read_manifest
 from anabranch.checkpoint.storage import Storage
-from anabranch.control.claims import claim
 from anabranch.control.coordinator import Coordinator
+from anabranch.control.owned_checkpoint import claim
 from anabranch.control.resume import resume
 from anabranch.core.errors import CheckpointError, EpochError, FencedError, LostWorkerError, WorkerError
 from anabranch.core.ids import Epoch, StageNumber
@@ -149,7 +149,7 @@ def test_a_manifest_that_cannot_be_written_fails_the_epoch(
         raise CheckpointError("The disk is full. Make room.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("anabranch.control.durability.write_manifest", fail)
+        patch.setattr("anabranch.control.epochs.durability.write_manifest", fail)
         with pytest.raises(EpochError, match=r"The disk is full\. Make room\."):
             run(coordinator, 0)
     assert coordinator.committed_epoch == -1

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from anabranch.control import launcher
-from anabranch.control import nursery as nursery_module
-from anabranch.control.launcher import EmbeddedWorkers, WorkerAddress
-from anabranch.control.nursery import Child, Nursery
+from anabranch.control.membership import fork_server as nursery_module
+from anabranch.control.membership import launcher
+from anabranch.control.membership.fork_server import Child, ForkServer
+from anabranch.control.membership.launcher import EmbeddedWorkers, WorkerAddress
 from anabranch.core.errors import WorkerError
 from anabranch.core.ids import WorkerId
 from anabranch.wire.client import WorkerClient
@@ -38,20 +38,20 @@ def make(**options: Any) -> EmbeddedWorkers:
     return EmbeddedWorkers(**{**defaults, "start_timeout_s": 60.0, **options})
 
 
-def scripted(program: str) -> Nursery:
+def scripted(program: str) -> ForkServer:
     """Starts another program in place of the worker."""
-    serving = "import socket, sys; from anabranch.worker.nursery import serve; "
+    serving = "import socket, sys; from anabranch.worker.server.fork_server import serve; "
     serving += f"serve(socket.socket(fileno=int(sys.argv[1])), lambda options: exec({program!r}))"
-    return Nursery([sys.executable, "-c", serving])
+    return ForkServer([sys.executable, "-c", serving])
 
 
-def children_of(nursery: Nursery) -> list[psutil.Process]:
-    assert nursery._process is not None
-    children: list[psutil.Process] = psutil.Process(nursery._process.pid).children()
+def children_of(fork_server: ForkServer) -> list[psutil.Process]:
+    assert fork_server._process is not None
+    children: list[psutil.Process] = psutil.Process(fork_server._process.pid).children()
     return children
 
 
-class SlowNursery(Nursery):
+class SlowNursery(ForkServer):
     """Starts a worker, and hands it over when it may."""
 
     def __init__(self) -> None:
@@ -94,17 +94,19 @@ def test_workers_are_ready_when_they_are_started_and_gone_when_they_are_stopped(
 
 
 def test_a_worker_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
-    nursery = scripted("from anabranch.core.errors import WorkerError; raise WorkerError('no room on this machine')")
-    workers = make(nursery=nursery, log_path=str(tmp_path))
+    fork_server = scripted(
+        "from anabranch.core.errors import WorkerError; raise WorkerError('no room on this machine')"
+    )
+    workers = make(fork_server=fork_server, log_path=str(tmp_path))
     with pytest.raises(WorkerError, match=r"failed to start\. Its log, .*, ends: Error: no room on this mac") as caught:
         workers.start(2)
-    assert children_of(nursery) == []
+    assert children_of(fork_server) == []
     workers.stop()
     # What the error names is there, for those who want to see all of it.
     (named,) = re.findall(r"Its log, (.*), ends: ", str(caught.value))
     assert Path(named).read_text() == "Error: no room on this machine\n"
     assert Path(named).is_relative_to(tmp_path)
-    nursery.close()
+    fork_server.close()
 
 
 READY = """print('{"worker": "worker-1", "address": "a:1", "pid": 0}', flush=True)"""
@@ -122,52 +124,52 @@ READY = """print('{"worker": "worker-1", "address": "a:1", "pid": 0}', flush=Tru
 )
 def test_the_logs_of_workers_are_kept_if_they_say_what_failed(tmp_path: Path, written: str, is_kept: bool) -> None:
     program = f"import sys; sys.stderr.write('{written}\\n'); {READY}; sys.stdin.read()"
-    nursery = scripted(program if written else f"import sys; {READY}; sys.stdin.read()")
-    workers = make(nursery=nursery, log_path=str(tmp_path))
+    fork_server = scripted(program if written else f"import sys; {READY}; sys.stdin.read()")
+    workers = make(fork_server=fork_server, log_path=str(tmp_path))
     workers.start(1)
     (log,) = tmp_path.rglob("*.log")
     assert log.name == "worker-1.log"
     workers.stop()
     assert log.exists() == is_kept
     assert bool(list(tmp_path.iterdir())) == is_kept
-    nursery.close()
+    fork_server.close()
 
 
 def test_the_log_of_a_worker_that_is_lost_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     program = "import sys; sys.stderr.write('short of memory'); sys.stderr.flush()"
-    nursery = scripted(f"{program}; {READY}; sys.stdin.read()")
-    workers = make(nursery=nursery, log_path=str(tmp_path))
+    fork_server = scripted(f"{program}; {READY}; sys.stdin.read()")
+    workers = make(fork_server=fork_server, log_path=str(tmp_path))
     workers.start(1)
     (log,) = tmp_path.rglob("*.log")
     workers.kill(WorkerId("worker-1"))
     workers.stop()
     assert f"the log of the state worker worker-1, which is gone, is {log}" in caplog.text
     assert log.read_text() == "short of memory"
-    nursery.close()
+    fork_server.close()
 
 
 def test_a_worker_knows_where_its_log_is(tmp_path: Path) -> None:
     """So that what it answers can name it."""
     name = nursery_module.LOG_VARIABLE
     program = f"import os, sys; sys.stderr.write(os.environ[{name!r}]); sys.stderr.flush()"
-    nursery = scripted(f"{program}; {READY}; sys.stdin.read()")
-    workers = make(nursery=nursery, log_path=str(tmp_path))
+    fork_server = scripted(f"{program}; {READY}; sys.stdin.read()")
+    workers = make(fork_server=fork_server, log_path=str(tmp_path))
     workers.start(1)
     (log,) = tmp_path.rglob("*.log")
     assert log.read_text() == str(log)
     workers.stop()
-    nursery.close()
+    fork_server.close()
 
 
 def test_a_worker_that_says_nothing_in_time_is_killed() -> None:
-    nursery = scripted("import sys, threading; sys.stderr.write('still loading'); threading.Event().wait(60)")
-    other = nursery.start({}, 60)  # so that only the worker itself is waited for
+    fork_server = scripted("import sys, threading; sys.stderr.write('still loading'); threading.Event().wait(60)")
+    other = fork_server.start({}, 60)  # so that only the worker itself is waited for
     with pytest.raises(WorkerError, match=r"did not start within 1 s. Raise anabranch\.startTimeout.*still loading"):
-        make(nursery=nursery, start_timeout_s=1.0).start(1)
-    assert [child.pid for child in children_of(nursery)] == [other.pid]
+        make(fork_server=fork_server, start_timeout_s=1.0).start(1)
+    assert [child.pid for child in children_of(fork_server)] == [other.pid]
     other.send_signal(signal.SIGKILL)
     other.bury()
-    nursery.close()
+    fork_server.close()
 
 
 def test_a_worker_that_does_not_stop_is_killed(
@@ -175,49 +177,49 @@ def test_a_worker_that_does_not_stop_is_killed(
 ) -> None:
     monkeypatch.setattr(launcher, "_STOP_TIMEOUT_S", 0.2)
     ready = '{"worker": "w", "address": "a:1", "pid": 0}'
-    nursery = scripted(f"import threading; print('{ready}', flush=True); threading.Event().wait(60)")
-    workers = make(nursery=nursery)
+    fork_server = scripted(f"import threading; print('{ready}', flush=True); threading.Event().wait(60)")
+    workers = make(fork_server=fork_server)
     assert workers.start(1)[0].address == "a:1"
     workers.stop()
-    assert children_of(nursery) == []
+    assert children_of(fork_server) == []
     assert "does not stop; killing it" in caplog.text
-    nursery.close()
+    fork_server.close()
 
 
 def test_only_the_end_of_a_long_log_is_shown() -> None:
-    nursery = scripted(
+    fork_server = scripted(
         "import os, sys; sys.stderr.write('start' + 'x' * 9000 + 'the end'); sys.stderr.flush(); os._exit(1)"
     )
     with pytest.raises(WorkerError) as caught:
-        make(nursery=nursery).start(1)
+        make(fork_server=fork_server).start(1)
     assert str(caught.value).endswith("the end")
     assert "start" not in str(caught.value).split(", ends: ")[1]
     assert len(str(caught.value)) < 2400
-    nursery.close()
+    fork_server.close()
 
 
 def test_a_nursery_that_cannot_start_shows_its_log() -> None:
-    nursery = Nursery([sys.executable, "-c", "import sys; sys.exit('no such package')"])
+    fork_server = ForkServer([sys.executable, "-c", "import sys; sys.exit('no such package')"])
     with pytest.raises(WorkerError, match="no such package"):
-        make(nursery=nursery).start(1)
-    nursery.close()
+        make(fork_server=fork_server).start(1)
+    fork_server.close()
 
 
 def test_a_nursery_that_does_not_answer_is_given_up() -> None:
-    nursery = Nursery([sys.executable, "-c", "import threading; threading.Event().wait(60)"])
+    fork_server = ForkServer([sys.executable, "-c", "import threading; threading.Event().wait(60)"])
     with pytest.raises(WorkerError, match=r"did not start within 1 s"):
-        make(nursery=nursery, start_timeout_s=1.0).start(1)
-    assert nursery._process is None
+        make(fork_server=fork_server, start_timeout_s=1.0).start(1)
+    assert fork_server._process is None
 
 
 def test_workers_outlive_their_nursery_and_new_ones_get_another() -> None:
-    nursery = Nursery()
-    workers = make(nursery=nursery)
+    fork_server = ForkServer()
+    workers = make(fork_server=fork_server)
     try:
         (first,) = workers.start(1)
-        assert nursery._process is not None
-        os.kill(nursery._process.pid, signal.SIGKILL)
-        nursery._process.wait()
+        assert fork_server._process is not None
+        os.kill(fork_server._process.pid, signal.SIGKILL)
+        fork_server._process.wait()
         assert workers.exited() == frozenset()
         (second,) = workers.start(1)
         kill(workers, first)
@@ -225,7 +227,7 @@ def test_workers_outlive_their_nursery_and_new_ones_get_another() -> None:
     finally:
         workers.stop()
     assert not psutil.pid_exists(second.pid)
-    nursery.close()
+    fork_server.close()
 
 
 def test_a_nursery_that_is_killed_while_it_is_asked_gets_a_successor(tmp_path: Path) -> None:
@@ -233,19 +235,19 @@ def test_a_nursery_that_is_killed_while_it_is_asked_gets_a_successor(tmp_path: P
     killed = f"import os, signal, socket, sys; from pathlib import Path; first = Path({str(tmp_path / 'first')!r})\n"
     killed += "if first.exists():\n    socket.socket(fileno=int(sys.argv[1])).recv(1); first.unlink()\n"
     killed += "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    killed += "import runpy; runpy.run_module('anabranch.worker.nursery', run_name='__main__')"
-    nursery = Nursery([sys.executable, "-c", killed])
-    workers = make(nursery=nursery)
+    killed += "import runpy; runpy.run_module('anabranch.worker.server.fork_server', run_name='__main__')"
+    fork_server = ForkServer([sys.executable, "-c", killed])
+    workers = make(fork_server=fork_server)
     try:
         (worker,) = workers.start(1)
-        assert [child.pid for child in children_of(nursery)] == [worker.pid]
+        assert [child.pid for child in children_of(fork_server)] == [worker.pid]
     finally:
         workers.stop()
-    nursery.close()
+    fork_server.close()
 
 
 def test_a_worker_ends_with_the_driver_even_when_that_is_killed() -> None:
-    program = "import threading; from anabranch.control.launcher import Credentials, EmbeddedWorkers; "
+    program = "import threading; from anabranch.control.membership.launcher import Credentials, EmbeddedWorkers; "
     program += (
         "workers = EmbeddedWorkers(store='memory', state_path='', credentials=Credentials(), start_timeout_s=60); "
     )
@@ -253,95 +255,97 @@ def test_a_worker_ends_with_the_driver_even_when_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         worker = psutil.Process(int(driver.stdout.readline()))
-        nursery = worker.parent()
+        fork_server = worker.parent()
         driver.kill()
-    gone, alive = psutil.wait_procs([worker, nursery], timeout=20)
+    gone, alive = psutil.wait_procs([worker, fork_server], timeout=20)
     assert alive == []
     assert len(gone) == 2
 
 
 def test_a_nursery_has_one_thread_so_that_it_can_be_forked() -> None:
     """Only jemalloc, which knows what to do about forks, has another one."""
-    nursery = Nursery()
-    child = nursery.start({"nonsense": 1}, 60)
-    assert nursery._process is not None
-    threads = Path(f"/proc/{nursery._process.pid}/task").glob("*/comm")
+    fork_server = ForkServer()
+    child = fork_server.start({"nonsense": 1}, 60)
+    assert fork_server._process is not None
+    threads = Path(f"/proc/{fork_server._process.pid}/task").glob("*/comm")
     assert len([name for name in (thread.read_text() for thread in threads) if "jemalloc" not in name]) == 1
     child.bury()
-    nursery.close()
+    fork_server.close()
 
 
 def test_a_worker_has_the_environment_of_the_driver_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    nursery = scripted("import json, os; print(json.dumps({'value': os.environ.get('SECRET_OF_A_STORE')}), flush=True)")
-    first = nursery.start({}, 60)
+    fork_server = scripted(
+        "import json, os; print(json.dumps({'value': os.environ.get('SECRET_OF_A_STORE')}), flush=True)"
+    )
+    first = fork_server.start({}, 60)
     assert first.first_line(60) == {"value": None}
     monkeypatch.setenv("SECRET_OF_A_STORE", "x" * 300_000)
-    second = nursery.start({}, 60)
+    second = fork_server.start({}, 60)
     assert second.first_line(60) == {"value": "x" * 300_000}
     for child in (first, second):
         child.bury()
-    nursery.close()
+    fork_server.close()
 
 
 def test_a_nursery_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nursery_module, "_BURY_TIMEOUT_S", 0.2)
-    nursery = Nursery()
-    workers = make(nursery=nursery)
+    fork_server = ForkServer()
+    workers = make(fork_server=fork_server)
     try:
         (first,) = workers.start(1)
-        assert nursery._process is not None
-        os.kill(nursery._process.pid, signal.SIGSTOP)
+        assert fork_server._process is not None
+        os.kill(fork_server._process.pid, signal.SIGSTOP)
         kill(workers, first)
         (second,) = workers.start(1)
         assert psutil.pid_exists(second.pid)
     finally:
         workers.stop()
-    nursery.close()
+    fork_server.close()
 
 
 def test_a_lost_worker_is_found_while_another_one_starts() -> None:
-    nursery = SlowNursery()
-    workers = make(nursery=nursery)
+    fork_server = SlowNursery()
+    workers = make(fork_server=fork_server)
     try:
         (first,) = workers.start(1)
-        nursery.has_started.clear()
-        nursery.may_return.clear()
+        fork_server.has_started.clear()
+        fork_server.may_return.clear()
         with ThreadPoolExecutor() as pool:
             starting = pool.submit(workers.start, 1)
             try:
-                assert nursery.has_started.wait(60)
+                assert fork_server.has_started.wait(60)
                 os.kill(first.pid, signal.SIGKILL)
                 assert workers._processes[first.worker].wait(10)
                 assert pool.submit(workers.exited).result(10) == {first.worker}
             finally:
-                nursery.may_return.set()
+                fork_server.may_return.set()
             assert [worker.worker for worker in starting.result(60)] == ["worker-2"]
     finally:
         workers.stop()
-    nursery.close()
+    fork_server.close()
 
 
 def test_a_worker_that_starts_while_all_are_stopped_is_killed() -> None:
-    nursery = SlowNursery()
-    workers = make(nursery=nursery)
-    nursery.may_return.clear()
+    fork_server = SlowNursery()
+    workers = make(fork_server=fork_server)
+    fork_server.may_return.clear()
     with ThreadPoolExecutor() as pool:
         starting = pool.submit(workers.start, 1)
         try:
-            assert nursery.has_started.wait(60)
+            assert fork_server.has_started.wait(60)
             pool.submit(workers.stop).result(10)
-            assert len(children_of(nursery)) == 1
+            assert len(children_of(fork_server)) == 1
         finally:
-            nursery.may_return.set()
+            fork_server.may_return.set()
         with pytest.raises(WorkerError, match="is being stopped, and starts no more workers"):
             starting.result(60)
-    assert children_of(nursery) == []
-    nursery.close()
+    assert children_of(fork_server) == []
+    fork_server.close()
 
 
 def test_a_worker_that_is_waited_for_while_all_are_stopped_is_not_taken_for_broken() -> None:
-    nursery = scripted("import sys; sys.stdin.read()")
-    workers = make(nursery=nursery)
+    fork_server = scripted("import sys; sys.stdin.read()")
+    workers = make(fork_server=fork_server)
     with ThreadPoolExecutor() as pool:
         starting = pool.submit(workers.start, 1)
         while not workers._processes and not starting.done():
@@ -349,31 +353,31 @@ def test_a_worker_that_is_waited_for_while_all_are_stopped_is_not_taken_for_brok
         pool.submit(workers.stop).result(30)
         with pytest.raises(WorkerError, match="is being stopped, and starts no more workers"):
             starting.result(60)
-    assert children_of(nursery) == []
-    nursery.close()
+    assert children_of(fork_server) == []
+    fork_server.close()
 
 
 def test_a_nursery_that_starts_a_worker_does_not_hide_that_another_one_has_ended() -> None:
-    nursery = scripted("import sys; sys.stdin.read()")
-    first = nursery.start({}, 60)
-    second = nursery.start({}, 60)  # by now the nursery has closed what is the first one's
-    assert nursery._process is not None
-    os.kill(nursery._process.pid, signal.SIGSTOP)
+    fork_server = scripted("import sys; sys.stdin.read()")
+    first = fork_server.start({}, 60)
+    second = fork_server.start({}, 60)  # by now the nursery has closed what is the first one's
+    assert fork_server._process is not None
+    os.kill(fork_server._process.pid, signal.SIGSTOP)
     with ThreadPoolExecutor() as pool:
-        starting = pool.submit(nursery.start, {}, 60)
+        starting = pool.submit(fork_server.start, {}, 60)
         try:
-            while not nursery._lock.locked():
+            while not fork_server._lock.locked():
                 time.sleep(0.01)
             first.send_signal(signal.SIGKILL)
             assert pool.submit(first.wait, 10).result(20)
             assert first.has_ended()
             assert not starting.done()
         finally:
-            os.kill(nursery._process.pid, signal.SIGCONT)
+            os.kill(fork_server._process.pid, signal.SIGCONT)
         third = starting.result(60)
-    assert [child.pid for child in children_of(nursery)] == [second.pid, third.pid]
+    assert [child.pid for child in children_of(fork_server)] == [second.pid, third.pid]
     for child in (first, second, third):
         child.end_input()
         child.bury()
-    assert children_of(nursery) == []
-    nursery.close()
+    assert children_of(fork_server) == []
+    fork_server.close()

@@ -11,8 +11,8 @@ from starlette.datastructures import Headers
 from tests.unit.control.http_asking import ask
 from tests.unit.control.http_job import MemoryJob
 
-from anabranch.control.http import ControlServer
-from anabranch.control.http_access import Access, Asked, is_loopback
+from anabranch.control.http.access import Access, Asked, is_loopback
+from anabranch.control.http.server import ControlServer
 from anabranch.wire.credentials import Credentials
 
 NEAR, FAR = "127.0.0.1", "192.0.2.7"

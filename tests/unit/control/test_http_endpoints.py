@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tests.unit.control.http_asking import ask, send_bytes
 from tests.unit.control.http_job import MemoryJob
 
-from anabranch.control.http import ControlServer
-from anabranch.control.http_app import CALLS_AT_ONCE
-from anabranch.control.http_endpoints import ENDPOINTS
-from anabranch.control.http_requests import BODY_BYTES_MAX
+from anabranch.control.http.app import CALLS_AT_ONCE
+from anabranch.control.http.endpoints import ENDPOINTS
+from anabranch.control.http.requests import BODY_BYTES_MAX
+from anabranch.control.http.server import ControlServer
 from anabranch.core.errors import (
     AnabranchError,
     CheckpointError,
@@ -252,7 +252,7 @@ def test_a_body_has_a_limit_whether_announced_or_not(job: MemoryJob, server: Con
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(server: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.control.http_requests.BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("anabranch.control.http.requests.BODY_TIMEOUT_S", 0.05)
     head = f"POST /rescale HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\nContent-Length: 9\r\n\r\n"
     assert b" 408 " in send_bytes(server.port, head.encode() + b"{")
 

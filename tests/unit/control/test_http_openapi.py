@@ -11,11 +11,11 @@ from starlette.routing import Route
 from tests.unit.control.http_asking import ask
 from tests.unit.control.http_job import MemoryJob
 
-from anabranch.control.http import ControlServer
-from anabranch.control.http_access import Access
-from anabranch.control.http_app import ControlApp
-from anabranch.control.http_endpoints import ENDPOINTS, Endpoint, Field
-from anabranch.control.openapi import SCHEMAS, description
+from anabranch.control.http.access import Access
+from anabranch.control.http.app import ControlApp
+from anabranch.control.http.endpoints import ENDPOINTS, Endpoint, Field
+from anabranch.control.http.openapi import SCHEMAS, description
+from anabranch.control.http.server import ControlServer
 from anabranch.wire.credentials import Credentials
 from described import assert_described
 

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.control.http_asking import Answer, ask
 from tests.unit.control.http_job import MemoryJob
 
-from anabranch.control.http import ControlServer
+from anabranch.control.http.server import ControlServer
 from anabranch.core.errors import SettingsError
 from anabranch.wire.credentials import Credentials
 

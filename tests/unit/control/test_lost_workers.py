@@ -15,8 +15,8 @@ from worker_stand_in import NoSupply, StandIn, Supply, membership
 from anabranch.checkpoint.generations import claim_generation, generation_info, latest_generation
 from anabranch.checkpoint.routes import newest_route
 from anabranch.checkpoint.storage import Storage
-from anabranch.control.claims import claim
 from anabranch.control.coordinator import Coordinator
+from anabranch.control.owned_checkpoint import claim
 from anabranch.control.resume import resume
 from anabranch.core.errors import EpochError, FencedError, LostWorkerError
 from anabranch.core.ids import Generation, StageNumber, WorkerId
@@ -35,10 +35,10 @@ Make = Callable[..., Coordinator]
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Coordinator] = []
 
-    def make(*workers: StandIn, supply: NoSupply | None = None, settings: Settings = QUIET) -> Coordinator:
+    def make(*workers: StandIn, worker_pool: NoSupply | None = None, settings: Settings = QUIET) -> Coordinator:
         members = membership(*workers)
         resumed = resume(claim(str(tmp_path), [SPEC], 8), members)
-        made.append(Coordinator(resumed, members, settings, {StageNumber(1): 2}, supply or NoSupply()))
+        made.append(Coordinator(resumed, members, settings, {StageNumber(1): 2}, worker_pool or NoSupply()))
         return made[-1]
 
     yield make
@@ -63,8 +63,8 @@ def run(coordinator: Coordinator, epoch: int) -> None:
 
 def test_the_key_groups_of_a_lost_worker_go_to_the_others(make: Make, tmp_path: Path) -> None:
     one, two = StandIn("one"), StandIn("two")
-    supply = NoSupply()
-    coordinator = make(one, two, supply=supply)
+    worker_pool = NoSupply()
+    coordinator = make(one, two, worker_pool=worker_pool)
     run(coordinator, 0)
     two.gone = True
     with pytest.raises(EpochError, match="cannot be reached"):
@@ -72,7 +72,7 @@ def test_the_key_groups_of_a_lost_worker_go_to_the_others(make: Make, tmp_path: 
     coordinator.abort(1)
     assert coordinator.recover(1)
     assert groups_of(one) == list(range(8))
-    assert supply.killed == ["two"]
+    assert worker_pool.killed == ["two"]
     assert newest_route(Storage(str(tmp_path))) == coordinator.route
     assert (coordinator.route.first_epoch, coordinator.route.workers) == (1, ("one",))
     run(coordinator, 1)
@@ -122,7 +122,7 @@ def test_a_worker_lost_at_the_commit_point_is_replaced_before_the_next_epoch(mak
 
 def test_a_replacement_is_started_in_the_background_and_let_in_between_epochs(make: Make) -> None:
     one, two, three = StandIn("one"), StandIn("two"), StandIn("three")
-    coordinator = make(one, two, supply=Supply(three))
+    coordinator = make(one, two, worker_pool=Supply(three))
     two.gone = True
     coordinator.cluster.note_lost(WorkerId("two"))
     run(coordinator, 0)
@@ -137,7 +137,7 @@ def test_a_replacement_is_started_in_the_background_and_let_in_between_epochs(ma
 
 def test_when_all_are_lost_one_is_started_first(make: Make) -> None:
     one, two = StandIn("one"), StandIn("two")
-    coordinator = make(one, supply=Supply(two))
+    coordinator = make(one, worker_pool=Supply(two))
     one.gone = True
     assert coordinator.recover(0)
     assert groups_of(two) == list(range(8))
@@ -169,16 +169,16 @@ def test_a_worker_lost_during_a_repair_is_repaired_as_well(make: Make) -> None:
 
 def test_a_worker_that_falls_silent_is_noticed_without_being_asked(make: Make) -> None:
     one, two = StandIn("one"), StandIn("two")
-    supply = NoSupply()
+    worker_pool = NoSupply()
     settings = Settings(workers=2, key_groups=8, heartbeat_s=0.01, worker_timeout_s=0.05)
-    coordinator = make(one, two, supply=supply, settings=settings)
+    coordinator = make(one, two, worker_pool=worker_pool, settings=settings)
     noticed: list[WorkerId] = []
     coordinator.cluster.on_loss = noticed.append
     two.gone = True
     deadline = time.monotonic() + 30
     while not noticed and time.monotonic() < deadline:
         time.sleep(0.01)
-    supply.ended.add(WorkerId("one"))
+    worker_pool.ended.add(WorkerId("one"))
     while len(noticed) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert noticed == ["two", "one"]

@@ -75,7 +75,7 @@ class Waits(StandIn):
 
 
 def test_a_worker_that_cannot_be_started_fails_the_handle(make: Make, one: StandIn) -> None:
-    coordinator = make(one, supply=FailingSupply())
+    coordinator = make(one, worker_pool=FailingSupply())
     handle = rescale(coordinator, 3)
     wait_until_started(coordinator)
     coordinator.cluster.on_beat()
@@ -94,14 +94,14 @@ def test_a_start_that_fails_for_whatever_reason_fails_the_handle(
         raise error
 
     monkeypatch.setattr(Supply, "start", fail)
-    handle = rescale(make(one, supply=Supply()), 2)
+    handle = rescale(make(one, worker_pool=Supply()), 2)
     assert not handle.wait(30)
     assert (handle.state, handle.progress()["message"]) == (RescaleState.FAILED, str(error))
 
 
 def test_a_worker_that_cannot_be_started_fails_the_handle_also_if_an_epoch_is_faster(make: Make, one: StandIn) -> None:
     """An epoch may begin between the failure and the next heartbeat."""
-    coordinator = make(one, supply=FailingSupply())
+    coordinator = make(one, worker_pool=FailingSupply())
     handle = rescale(coordinator, 3)
     wait_until_started(coordinator)
     run(coordinator, 0)
@@ -111,8 +111,8 @@ def test_a_worker_that_cannot_be_started_fails_the_handle_also_if_an_epoch_is_fa
 
 
 def test_a_failed_start_does_not_bring_back_a_worker_that_is_to_leave(make: Make, one: StandIn, two: StandIn) -> None:
-    supply = FailingSupply()
-    coordinator = make(one, two, supply=supply)
+    worker_pool = FailingSupply()
+    coordinator = make(one, two, worker_pool=worker_pool)
     rescale(coordinator, 3)
     wait_until_started(coordinator)
     coordinator.cluster.drain(WorkerId("two"))
@@ -126,8 +126,8 @@ def test_a_failed_start_does_not_bring_back_a_worker_that_is_to_leave(make: Make
 
 
 def test_a_newcomer_that_dies_at_once_is_left_out(make: Make, one: StandIn, two: StandIn) -> None:
-    supply = Supply(DiesAt("three", "assign"), StandIn("four"))
-    coordinator = make(one, two, supply=supply)
+    worker_pool = Supply(DiesAt("three", "assign"), StandIn("four"))
+    coordinator = make(one, two, worker_pool=worker_pool)
     handle = rescale(coordinator, 3)
     wait_until_started(coordinator)
     run(coordinator, 0)
@@ -159,15 +159,15 @@ def test_a_worker_that_stays_and_is_lost_during_a_change_is_left_out(make: Make,
 
 
 def test_a_worker_that_is_lost_before_it_could_leave_is_lost(make: Make, one: StandIn, two: StandIn) -> None:
-    supply = NoSupply()
-    coordinator = make(one, two, supply=supply)
+    worker_pool = NoSupply()
+    coordinator = make(one, two, worker_pool=worker_pool)
     handle = coordinator.cluster.drain(WorkerId("two"))
     two.gone = True
     coordinator.cluster.report_lost(WorkerId("two"), "its process has ended")
     run(coordinator, 0)
     assert (coordinator.changes[0].lost, coordinator.changes[0].left) == (("two",), ())
     assert handle.wait(10)
-    assert supply.killed == ["two"]
+    assert worker_pool.killed == ["two"]
 
 
 @pytest.mark.parametrize("can_start", [True, False])
@@ -175,7 +175,7 @@ def test_a_worker_that_is_to_leave_stays_if_all_others_are_lost(
     make: Make, one: StandIn, two: StandIn, can_start: bool
 ) -> None:
     """Until there is another one: it has the state."""
-    coordinator = make(one, two, supply=Supply(StandIn("three")) if can_start else NoSupply())
+    coordinator = make(one, two, worker_pool=Supply(StandIn("three")) if can_start else NoSupply())
     handle = coordinator.cluster.drain(WorkerId("two"))
     one.gone = True
     coordinator.cluster.report_lost(WorkerId("one"), "its process has ended")
@@ -209,7 +209,7 @@ def test_the_loss_of_the_former_owner_leads_its_groups_back_from_the_checkpoint(
 
 
 def test_an_eager_migration_is_complete_before_the_epoch_begins(make: Make, one: StandIn, two: StandIn) -> None:
-    coordinator = make(one, supply=Supply(two), migration="eager")
+    coordinator = make(one, worker_pool=Supply(two), migration="eager")
     handle = rescale(coordinator, 2)
     wait_until_started(coordinator)
     run(coordinator, 0)
@@ -220,7 +220,7 @@ def test_an_eager_migration_is_complete_before_the_epoch_begins(make: Make, one:
 
 
 def test_a_lazy_migration_completes_nothing_at_once(make: Make, one: StandIn, two: StandIn) -> None:
-    coordinator = make(one, supply=Supply(two))
+    coordinator = make(one, worker_pool=Supply(two))
     two.pending_groups = 4
     rescale(coordinator, 2)
     wait_until_started(coordinator)
@@ -229,7 +229,7 @@ def test_a_lazy_migration_completes_nothing_at_once(make: Make, one: StandIn, tw
 
 
 def test_a_worker_lost_during_an_eager_migration_takes_no_wish_with_it(make: Make, one: StandIn) -> None:
-    coordinator = make(one, supply=Supply(DiesAt("two", "complete"), StandIn("three")), migration="eager")
+    coordinator = make(one, worker_pool=Supply(DiesAt("two", "complete"), StandIn("three")), migration="eager")
     handle = rescale(coordinator, 2, parallelism={1: 5})
     wait_until_started(coordinator)
     with pytest.raises((LostWorkerError, EpochError)):
@@ -248,7 +248,7 @@ def test_a_worker_lost_during_an_eager_migration_takes_no_wish_with_it(make: Mak
 
 def pending_rescale(make: Make, one: StandIn, two: StandIn, **migration: str) -> Coordinator:
     """A job whose second worker has come, and still waits for its key groups."""
-    coordinator = make(one, supply=Supply(two), **migration)
+    coordinator = make(one, worker_pool=Supply(two), **migration)
     two.pending_groups = 4
     rescale(coordinator, 2)
     wait_until_started(coordinator)
@@ -329,7 +329,7 @@ def test_a_handle_whose_change_fails_ends_with_the_query(
     def fail(*_: object, **__: object) -> None:
         raise CheckpointError("The disk is full. Make room.")
 
-    monkeypatch.setattr("anabranch.control.changing.save_route", fail)
+    monkeypatch.setattr("anabranch.control.membership.change.save_route", fail)
     with pytest.raises(CheckpointError):
         coordinator.begin(0)
     coordinator.close()
@@ -338,23 +338,23 @@ def test_a_handle_whose_change_fails_ends_with_the_query(
 
 
 def test_workers_that_wait_to_be_let_in_are_let_go_with_the_query(make: Make, one: StandIn, two: StandIn) -> None:
-    supply = Supply(two)
-    coordinator = make(one, supply=supply)
+    worker_pool = Supply(two)
+    coordinator = make(one, worker_pool=worker_pool)
     handle = rescale(coordinator, 2)
     wait_until_started(coordinator)
     coordinator.close()
-    assert (supply.retired, two.closed) == (["two"], True)
+    assert (worker_pool.retired, two.closed) == (["two"], True)
     assert handle.state is RescaleState.FAILED
 
 
 def test_a_worker_that_departs_is_let_go_with_the_query(make: Make, one: StandIn, two: StandIn) -> None:
-    supply = NoSupply()
-    coordinator = make(one, two, supply=supply)
+    worker_pool = NoSupply()
+    coordinator = make(one, two, worker_pool=worker_pool)
     one.pending_groups = 4
     rescale(coordinator, 1)
     run(coordinator, 0)
     coordinator.close()
-    wait_until(lambda: supply.retired == ["two"])
+    wait_until(lambda: worker_pool.retired == ["two"])
     assert two.closed
 
 

@@ -21,9 +21,9 @@ from worker_stand_in import NoSupply, StandIn, Supply
 
 from anabranch.checkpoint.routes import newest_route
 from anabranch.checkpoint.storage import Storage
+from anabranch.core.drain_rate import ROWS_AT_FIRST
 from anabranch.core.ids import WorkerId
 from anabranch.core.membership_events import RescaleState
-from anabranch.core.pacing import ROWS_AT_FIRST
 from anabranch.core.routes import moves
 from anabranch.wire import messages
 
@@ -55,14 +55,14 @@ def three() -> StandIn:
 def test_a_rescale_moves_the_fewest_key_groups_and_waits_for_its_workers(
     make: Make, one: StandIn, two: StandIn, three: StandIn
 ) -> None:
-    supply = SlowSupply(three)
-    coordinator = make(one, two, supply=supply)
+    worker_pool = SlowSupply(three)
+    coordinator = make(one, two, worker_pool=worker_pool)
     before = coordinator.route
     handle = rescale(coordinator, 3)
     run(coordinator, 0)
     assert (coordinator.route, handle.state) == (before, RescaleState.WAITING)
     assert (len(coordinator.changes), len(assigns(one))) == (0, 1)
-    supply.may_start.set()
+    worker_pool.may_start.set()
     wait_until_started(coordinator)
     figures = run(coordinator, 1)
     moved = moves(before, coordinator.route)
@@ -79,7 +79,7 @@ def test_a_rescale_moves_the_fewest_key_groups_and_waits_for_its_workers(
 def test_every_worker_is_told_the_new_route_not_only_the_new_one(
     make: Make, one: StandIn, two: StandIn, three: StandIn
 ) -> None:
-    coordinator = make(one, two, supply=Supply(three), routing_cache=False)
+    coordinator = make(one, two, worker_pool=Supply(three), routing_cache=False)
     run(coordinator, 0)
     rescale(coordinator, 3)
     wait_until_started(coordinator)
@@ -95,7 +95,7 @@ def test_every_worker_is_told_the_new_route_not_only_the_new_one(
 def test_key_groups_are_offered_by_those_that_had_them_each_at_its_own_address(
     make: Make, one: StandIn, two: StandIn, three: StandIn
 ) -> None:
-    coordinator = make(one, two, supply=Supply(three))
+    coordinator = make(one, two, worker_pool=Supply(three))
     before = coordinator.route
     rescale(coordinator, 3)
     wait_until_started(coordinator)
@@ -121,7 +121,7 @@ def test_a_route_is_durable_before_any_worker_hears_of_it(
 ) -> None:
     durable: list[tuple[str, ...]] = []
 
-    class Looking(StandIn):
+    class Inspection(StandIn):
         def call(self, request, timeout_s=None):  # type: ignore[no-untyped-def]
             if isinstance(request, messages.Assign):
                 route = newest_route(Storage(str(tmp_path)))
@@ -129,7 +129,7 @@ def test_a_route_is_durable_before_any_worker_hears_of_it(
                 durable.append(route.workers)
             return super().call(request, timeout_s)
 
-    coordinator = make(one, two, supply=Supply(Looking("three")))
+    coordinator = make(one, two, worker_pool=Supply(Inspection("three")))
     rescale(coordinator, 3)
     wait_until_started(coordinator)
     run(coordinator, 0)
@@ -139,7 +139,7 @@ def test_a_route_is_durable_before_any_worker_hears_of_it(
 
 def test_epochs_that_are_not_durable_become_so_before_key_groups_move(make: Make, three: StandIn) -> None:
     one, two = LoadedStandIn("one"), LoadedStandIn("two")
-    coordinator = make(one, two, supply=Supply(three), checkpoint_interval_s=1000.0)
+    coordinator = make(one, two, worker_pool=Supply(three), checkpoint_interval_s=1000.0)
     run(coordinator, 0)
     run(coordinator, 1)
     assert coordinator.durable_epoch < coordinator.committed_epoch
@@ -153,7 +153,7 @@ def test_epochs_that_are_not_durable_become_so_before_key_groups_move(make: Make
 
 
 def test_while_state_follows_the_drain_is_paced(make: Make, one: StandIn, two: StandIn, three: StandIn) -> None:
-    coordinator = make(one, two, supply=Supply(three))
+    coordinator = make(one, two, worker_pool=Supply(three))
     run(coordinator, 0)
     three.pending_groups = 2
     handle = rescale(coordinator, 3)
@@ -172,8 +172,8 @@ def test_while_state_follows_the_drain_is_paced(make: Make, one: StandIn, two: S
 
 
 def test_a_worker_leaves_only_after_all_has_arrived(make: Make, one: StandIn, two: StandIn) -> None:
-    supply = NoSupply()
-    coordinator = make(one, two, supply=supply)
+    worker_pool = NoSupply()
+    coordinator = make(one, two, worker_pool=worker_pool)
     run(coordinator, 0)
     one.pending_groups = 4
     handle = rescale(coordinator, 1)
@@ -183,12 +183,12 @@ def test_a_worker_leaves_only_after_all_has_arrived(make: Make, one: StandIn, tw
     coordinator.cluster.on_beat()
     assert (handle.state, handle.progress()["groupsPending"]) == (RescaleState.MIGRATING, 4)
     assert not handle.wait(0.1)
-    assert (two.kinds(), two.closed, supply.retired, releases(one)) == ([], False, [], [])
+    assert (two.kinds(), two.closed, worker_pool.retired, releases(one)) == ([], False, [], [])
     assert [member.worker for member in coordinator.cluster.watched()] == ["one", "two"]
     one.pending_groups = 0
     coordinator.cluster.on_beat()
     assert handle.wait(10)
-    assert (two.kinds(), two.closed, supply.retired) == (["close_job"], True, ["two"])
+    assert (two.kinds(), two.closed, worker_pool.retired) == (["close_job"], True, ["two"])
     assert releases(one) == [1]
     assert [member.worker for member in coordinator.cluster.watched()] == ["one"]
 
@@ -214,8 +214,8 @@ def test_the_newest_workers_leave_first(make: Make, one: StandIn, two: StandIn, 
 
 
 def test_a_worker_that_is_lost_while_it_departs_holds_up_nothing(make: Make, one: StandIn, two: StandIn) -> None:
-    supply = NoSupply()
-    coordinator = make(one, two, supply=supply)
+    worker_pool = NoSupply()
+    coordinator = make(one, two, worker_pool=worker_pool)
     one.pending_groups = 4
     handle = rescale(coordinator, 1)
     run(coordinator, 0)
@@ -223,7 +223,7 @@ def test_a_worker_that_is_lost_while_it_departs_holds_up_nothing(make: Make, one
     coordinator.cluster.on_loss = noticed.append
     two.gone = True
     coordinator.cluster.report_lost(WorkerId("two"), "its process has ended")
-    assert (noticed, supply.killed) == ([], ["two"])
+    assert (noticed, worker_pool.killed) == ([], ["two"])
     assert not coordinator.cluster.any_lost
     one.pending_groups = 0
     run(coordinator, 1)
@@ -233,8 +233,8 @@ def test_a_worker_that_is_lost_while_it_departs_holds_up_nothing(make: Make, one
 def test_what_departs_stays_until_a_later_change_has_arrived_too(
     make: Make, one: StandIn, two: StandIn, three: StandIn
 ) -> None:
-    supply = Supply(three)
-    coordinator = make(one, two, supply=supply)
+    worker_pool = Supply(three)
+    coordinator = make(one, two, worker_pool=worker_pool)
     one.pending_groups = 4
     first = rescale(coordinator, 1)
     run(coordinator, 0)
@@ -246,9 +246,9 @@ def test_what_departs_stays_until_a_later_change_has_arrived_too(
     run(coordinator, 2)
     coordinator.cluster.on_beat()
     assert (first.state, second.state) == (RescaleState.MIGRATING, RescaleState.MIGRATING)
-    assert (supply.retired, releases(one)) == ([], [])
+    assert (worker_pool.retired, releases(one)) == ([], [])
     three.pending_groups = 0
     run(coordinator, 3)
     assert first.wait(10)
     assert second.wait(10)
-    assert (supply.retired, releases(one), releases(three)) == (["two"], [2], [2])
+    assert (worker_pool.retired, releases(one), releases(three)) == (["two"], [2], [2])

@@ -7,11 +7,11 @@ import pytest
 from rescaling import Make, making, rescale, run, wait_until_started
 from worker_stand_in import StandIn, Supply
 
-from anabranch.control.cluster import Cluster
 from anabranch.control.coordinator import Coordinator
+from anabranch.control.membership.cluster import Cluster
+from anabranch.core.change_timing import POSTPONED_MAX
 from anabranch.core.errors import CheckpointError
 from anabranch.core.membership_events import RescaleState
-from anabranch.core.rhythm import POSTPONED_MAX
 from anabranch.runtime.threads import THREADS
 
 #: From one epoch to the next.
@@ -50,7 +50,7 @@ def run_regularly(coordinator: Coordinator, clock: Clock, folder: Path, epochs: 
 
 
 def test_a_change_is_left_to_the_pause_after_an_epoch(make: Make, clock: Clock, tmp_path: Path) -> None:
-    coordinator = make(StandIn("one"), supply=Supply(StandIn("two")))
+    coordinator = make(StandIn("one"), worker_pool=Supply(StandIn("two")))
     run_regularly(coordinator, clock, tmp_path, range(5))
     handle = rescale(coordinator, 2)
     wait_until_started(coordinator)
@@ -64,7 +64,7 @@ def test_a_change_is_left_to_the_pause_after_an_epoch(make: Make, clock: Clock, 
 
 
 def test_a_change_is_made_before_an_epoch_if_no_pause_comes(make: Make, clock: Clock, tmp_path: Path) -> None:
-    coordinator = make(StandIn("one"), supply=Supply(StandIn("two")))
+    coordinator = make(StandIn("one"), worker_pool=Supply(StandIn("two")))
     run_regularly(coordinator, clock, tmp_path, range(5))
     handle = rescale(coordinator, 2)
     wait_until_started(coordinator)
@@ -80,7 +80,7 @@ def test_a_change_that_fails_in_pauses_fails_an_epoch_in_the_end(
     def fail(*_: object) -> None:
         raise CheckpointError("The route cannot be written. Make room.")
 
-    coordinator = make(StandIn("one"), supply=Supply(StandIn("two")))
+    coordinator = make(StandIn("one"), worker_pool=Supply(StandIn("two")))
     run_regularly(coordinator, clock, tmp_path, range(5))
     rescale(coordinator, 2)
     wait_until_started(coordinator)

@@ -66,7 +66,7 @@ def test_a_worker_that_waits_to_join_cannot_join_twice(make: Make, one: StandIn,
 
 
 def test_there_are_at_most_as_many_workers_as_key_groups(make: Make, one: StandIn) -> None:
-    coordinator = make(one, supply=Supply())
+    coordinator = make(one, worker_pool=Supply())
     for workers in (0, -1, KEY_GROUPS + 1):
         with pytest.raises(SettingsError, match=f"{workers} workers are not possible: .* at most {KEY_GROUPS}"):
             rescale(coordinator, workers)
@@ -89,8 +89,8 @@ def test_a_job_that_starts_no_workers_says_how_to_add_one(make: Make, one: Stand
 def test_a_worker_that_is_drained_leaves_and_is_not_replaced(
     make: Make, one: StandIn, two: StandIn, three: StandIn
 ) -> None:
-    supply = Supply(StandIn("nobody asked for this one"))
-    coordinator = make(one, two, three, supply=supply)
+    worker_pool = Supply(StandIn("nobody asked for this one"))
+    coordinator = make(one, two, three, worker_pool=worker_pool)
     handle = coordinator.cluster.drain(WorkerId("one"))
     again = coordinator.cluster.drain(WorkerId("one"))
     run(coordinator, 0)
@@ -98,7 +98,7 @@ def test_a_worker_that_is_drained_leaves_and_is_not_replaced(
     assert again.wait(10)
     run(coordinator, 1)
     assert coordinator.cluster.members.workers == ("two", "three")
-    assert (supply.retired, len(supply.workers)) == (["one"], 1)
+    assert (worker_pool.retired, len(worker_pool.workers)) == (["one"], 1)
 
 
 def test_the_last_worker_and_strangers_cannot_be_drained(make: Make, one: StandIn, two: StandIn) -> None:
@@ -169,14 +169,14 @@ def test_a_rescale_shares_out_the_load_not_only_the_groups(make: Make) -> None:
 
 
 def test_a_newer_request_replaces_one_that_still_waits(make: Make, one: StandIn) -> None:
-    supply = SlowSupply(StandIn("two"), StandIn("three"))
-    coordinator = make(one, supply=supply)
+    worker_pool = SlowSupply(StandIn("two"), StandIn("three"))
+    coordinator = make(one, worker_pool=worker_pool)
     first, other = rescale(coordinator, 2), rescale(coordinator, parallelism={1: 3})
     second = rescale(coordinator, 3)
     assert (first.state, other.state) == (RescaleState.REPLACED, RescaleState.WAITING)
     assert not first.wait(0)
     assert "newer" in first.progress()["message"]
-    supply.may_start.set()
+    worker_pool.may_start.set()
     wait_until_started(coordinator)
     run(coordinator, 0)
     assert second.wait(10)
@@ -185,14 +185,14 @@ def test_a_newer_request_replaces_one_that_still_waits(make: Make, one: StandIn)
 
 
 def test_the_parallelism_of_a_request_that_is_replaced_stays_wanted(make: Make, one: StandIn) -> None:
-    supply = SlowSupply(StandIn("two"), StandIn("three"))
-    coordinator = make(one, supply=supply)
+    worker_pool = SlowSupply(StandIn("two"), StandIn("three"))
+    coordinator = make(one, worker_pool=worker_pool)
     first = rescale(coordinator, 2, parallelism={1: 8, 3: 8})
     rescale(coordinator, parallelism={1: 6})
     second = rescale(coordinator, 3, parallelism={3: 5})
     assert first.state is RescaleState.REPLACED
     assert (second.what, second.progress()["parallelism"]) == ("test, parallelism 6 of stage 1", {"3": 5, "1": 6})
-    supply.may_start.set()
+    worker_pool.may_start.set()
     wait_until_started(coordinator)
     run(coordinator, 0)
     assert second.wait(10)
@@ -201,13 +201,13 @@ def test_the_parallelism_of_a_request_that_is_replaced_stays_wanted(make: Make, 
 
 
 def test_each_request_for_more_adds_to_those_that_still_wait(make: Make, one: StandIn) -> None:
-    supply = SlowSupply(*(StandIn(name) for name in ("two", "three", "four", "five")))
-    coordinator = make(one, supply=supply)
+    worker_pool = SlowSupply(*(StandIn(name) for name in ("two", "three", "four", "five")))
+    coordinator = make(one, worker_pool=worker_pool)
     wishes = coordinator.cluster
     for more in ({1: 2}, {1: 2}, {3: 7}, {}):
         newest = wishes.scale_out(more)
     assert newest.what == "5 workers, parallelism 8 of stage 3, parallelism 4 of stage 1"
-    supply.may_start.set()
+    worker_pool.may_start.set()
     wait_until_started(coordinator)
     run(coordinator, 0)
     assert newest.wait(10)
@@ -216,22 +216,22 @@ def test_each_request_for_more_adds_to_those_that_still_wait(make: Make, one: St
 
 
 def test_a_smaller_request_makes_use_of_no_more_workers_than_it_says(make: Make, one: StandIn, two: StandIn) -> None:
-    supply = SlowSupply(two)
-    coordinator = make(one, supply=supply)
+    worker_pool = SlowSupply(two)
+    coordinator = make(one, worker_pool=worker_pool)
     rescale(coordinator, 2)
     handle = rescale(coordinator, 1)
-    supply.may_start.set()
+    worker_pool.may_start.set()
     wait_until_started(coordinator)
     run(coordinator, 0)
     assert handle.wait(10)
     assert coordinator.route.workers == ("one",)
-    wait_until(lambda: supply.retired == ["two"])
+    wait_until(lambda: worker_pool.retired == ["two"])
 
 
 def test_without_epochs_a_rescale_takes_effect_only_after_what_spark_has_committed(
     make: Make, one: StandIn, two: StandIn, tmp_path: Path
 ) -> None:
-    coordinator = make(one, supply=Supply(two))
+    coordinator = make(one, worker_pool=Supply(two))
     run(coordinator, 0)
     handle = rescale(coordinator, 2)
     wait_until_started(coordinator)
@@ -247,7 +247,7 @@ def test_without_epochs_a_rescale_takes_effect_only_after_what_spark_has_committ
 
 def test_without_a_drain_workers_come_but_cannot_leave(make: Make, one: StandIn, two: StandIn, three: StandIn) -> None:
     two.pending_groups = 4
-    coordinator = make(one, supply=Supply(two, three), drain=False)
+    coordinator = make(one, worker_pool=Supply(two, three), drain=False)
     run(coordinator, 0)
     handle = rescale(coordinator, 2)
     wait_until_started(coordinator)

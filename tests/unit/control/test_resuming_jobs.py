@@ -9,8 +9,8 @@ from worker_stand_in import StandIn, membership
 from anabranch.checkpoint.manifests import ChangeFile, Manifest, manifest_epochs, write_manifest
 from anabranch.checkpoint.routes import newest_route
 from anabranch.checkpoint.storage import Storage
-from anabranch.control.claims import Claimed, claim
-from anabranch.control.members import Membership, discover
+from anabranch.control.membership.members import Membership, discover
+from anabranch.control.owned_checkpoint import OwnedCheckpoint, claim
 from anabranch.control.resume import resume
 from anabranch.core.errors import CheckpointError, LostWorkerError, SettingsError, WorkerError
 from anabranch.core.ids import Epoch, Generation, RouteVersion, StageNumber, WorkerId
@@ -23,11 +23,11 @@ VARIABLE = VariableSpec("v", VariableKind.VALUE, pa.schema([("n", pa.int64())]))
 SPEC = StageSpec(StageNumber(1), "stage1", pa.schema([("k", pa.int64())]), (VARIABLE,))
 
 
-def claimed(folder: Path, key_groups: int = 8) -> Claimed:
+def owned(folder: Path, key_groups: int = 8) -> OwnedCheckpoint:
     return claim(str(folder), [SPEC], key_groups)
 
 
-def commit(job: Claimed, epoch: int, *, by_spark: bool = True) -> None:
+def commit(job: OwnedCheckpoint, epoch: int, *, by_spark: bool = True) -> None:
     """An epoch with one change file, committed by us and perhaps by Spark."""
     file = ChangeFile(StageNumber(1), "v", WorkerId("one"), f"anabranch/changes/{epoch}.parquet", 3, 100, "x")
     write_manifest(job.storage, Manifest(Epoch(epoch), job.generation, Run(epoch + 1), RouteVersion(0), (file,)))
@@ -42,10 +42,10 @@ def restored(worker: StandIn) -> list[tuple[list[int], list[str]]]:
 
 def test_a_new_job_starts_empty_with_a_balanced_route(tmp_path: Path) -> None:
     one, two = StandIn("one"), StandIn("two")
-    resumed = resume(claimed(tmp_path), membership(one, two))
+    resumed = resume(owned(tmp_path), membership(one, two))
     assert resumed.committed.epoch == -1
     assert [len(resumed.route.groups_of(WorkerId(name))) for name in ("one", "two")] == [4, 4]
-    assert newest_route(resumed.claimed.storage) == resumed.route
+    assert newest_route(resumed.owned.storage) == resumed.route
     for worker in (one, two):
         opening, _ = worker.requests
         assert isinstance(opening, OpenJob)
@@ -54,17 +54,17 @@ def test_a_new_job_starts_empty_with_a_balanced_route(tmp_path: Path) -> None:
 
 
 def test_the_epochs_that_spark_committed_are_restored_by_key_group(tmp_path: Path) -> None:
-    first = claimed(tmp_path)
+    first = owned(tmp_path)
     route = resume(first, membership(StandIn("one"), StandIn("two"))).route
     for epoch in range(3):
         commit(first, epoch, by_spark=epoch < 2)
     one, two = StandIn("one"), StandIn("two")
-    second = claimed(tmp_path)
+    second = owned(tmp_path)
     resumed = resume(second, membership(one, two))
     assert (second.generation, second.job.job_id) == (Generation(2), first.job.job_id)
     assert resumed.committed.epoch == 1
     assert resumed.route == route
-    assert manifest_epochs(resumed.claimed.storage) == [0, 1, 2], "Spark may yet commit an epoch for an older driver"
+    assert manifest_epochs(resumed.owned.storage) == [0, 1, 2], "Spark may yet commit an epoch for an older driver"
     assert restored(one) == [(list(route.groups_of(WorkerId("one"))), ["0", "1"])]
     assert restored(two) == [(list(route.groups_of(WorkerId("two"))), ["0", "1"])]
     opening = one.requests[0]
@@ -73,11 +73,11 @@ def test_the_epochs_that_spark_committed_are_restored_by_key_group(tmp_path: Pat
 
 
 def test_other_workers_get_another_route(tmp_path: Path) -> None:
-    first = claimed(tmp_path)
+    first = owned(tmp_path)
     before = resume(first, membership(StandIn("one"), StandIn("two"))).route
     commit(first, 0)
     workers = [StandIn(name) for name in ("one", "three", "four")]
-    route = resume(claimed(tmp_path), membership(*workers)).route
+    route = resume(owned(tmp_path), membership(*workers)).route
     assert route.version == before.version + 1
     assert route.first_epoch == 1
     assert set(route.workers) == {"one", "three", "four"}
@@ -85,34 +85,34 @@ def test_other_workers_get_another_route(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_is_missing_is_named(tmp_path: Path) -> None:
-    first = claimed(tmp_path)
+    first = owned(tmp_path)
     commit(first, 0)
     first.storage.write("commits/1", b"v1\n{}")
     with pytest.raises(CheckpointError, match="manifest of epoch 1 is missing"):
-        resume(claimed(tmp_path), membership(StandIn("one")))
+        resume(owned(tmp_path), membership(StandIn("one")))
 
 
 def test_a_worker_that_fails_while_it_restores_ends_the_start(tmp_path: Path) -> None:
-    first = claimed(tmp_path)
+    first = owned(tmp_path)
     commit(first, 0)
     one, two = StandIn("one"), StandIn("two")
     two.failures["assign"] = WorkerError("two:1: the change file is damaged. Restore it from a copy.")
     with pytest.raises(WorkerError, match="is damaged"):
-        resume(claimed(tmp_path), membership(one, two))
+        resume(owned(tmp_path), membership(one, two))
 
 
 def test_the_job_keeps_its_id_and_every_start_gets_a_generation(tmp_path: Path) -> None:
-    jobs = [claimed(tmp_path) for _ in range(3)]
+    jobs = [owned(tmp_path) for _ in range(3)]
     assert len({job.job.job_id for job in jobs}) == 1
     assert [job.generation for job in jobs] == [1, 2, 3]
     assert isinstance(jobs[0].storage, Storage)
     with pytest.raises(CheckpointError, match="keyGroups is 8 in the checkpoint and 9"):
-        claimed(tmp_path, key_groups=9)
+        owned(tmp_path, key_groups=9)
 
 
 def discovered(monkeypatch: pytest.MonkeyPatch, *workers: StandIn) -> Membership:
     by_address = {worker.address: worker for worker in workers}
-    monkeypatch.setattr("anabranch.control.members.WorkerClient", lambda address, **_: by_address[address])
+    monkeypatch.setattr("anabranch.control.membership.members.WorkerClient", lambda address, **_: by_address[address])
     return discover([worker.address for worker in workers], timeout_s=1, start_timeout_s=1, credentials=Credentials())
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from anabranch.control.members import Member, Membership
+from anabranch.control.membership.members import Member, Membership
 from anabranch.core.errors import LostWorkerError
 from anabranch.core.ids import WorkerId
 from anabranch.wire import messages

@@ -2,15 +2,15 @@
 
 import pytest
 
-from anabranch.core.rhythm import POSTPONED_MAX, Rhythm
+from anabranch.core.change_timing import POSTPONED_MAX, ChangeTiming
 
 
-def after(*begins_s: float, duration_s: float = 0.2) -> Rhythm:
-    rhythm = Rhythm()
+def after(*begins_s: float, duration_s: float = 0.2) -> ChangeTiming:
+    timing = ChangeTiming()
     for begin_s in begins_s:
-        rhythm.begin(begin_s)
-        assert rhythm.end(begin_s + duration_s) == pytest.approx(duration_s)
-    return rhythm
+        timing.begin(begin_s)
+        assert timing.end(begin_s + duration_s) == pytest.approx(duration_s)
+    return timing
 
 
 @pytest.mark.parametrize(
@@ -37,21 +37,21 @@ def test_a_change_is_left_to_the_time_after_an_epoch_if_there_will_be_some() -> 
     "begins_s", [(), (1.0,), (1.0, 2.0, 3.0), (1.0, 2.0, 2.5, 4.0, 5.0)], ids=["none", "one", "few", "irregular"]
 )
 def test_nothing_is_expected_of_epochs_that_are_not_regular(begins_s: tuple[float, ...]) -> None:
-    rhythm = after(*begins_s)
-    assert not rhythm.postpones()
-    assert all(rhythm.has_time(now_s / 10) for now_s in range(50, 100))
+    timing = after(*begins_s)
+    assert not timing.postpones()
+    assert all(timing.has_time(now_s / 10) for now_s in range(50, 100))
 
 
 def test_epochs_that_are_regular_again_are_taken_for_that() -> None:
-    rhythm = after(1.0, 2.0, 9.0, 10.0, 11.0, 12.0, 13.0)
-    assert not rhythm.postpones()
-    rhythm.begin(14.0)
-    rhythm.end(14.1)
-    assert rhythm.postpones()
+    timing = after(1.0, 2.0, 9.0, 10.0, 11.0, 12.0, 13.0)
+    assert not timing.postpones()
+    timing.begin(14.0)
+    timing.end(14.1)
+    assert timing.postpones()
 
 
 def test_a_change_is_not_postponed_for_ever() -> None:
-    rhythm = after(1.0, 2.0, 3.0, 4.0, 5.0)
-    assert [rhythm.postpones() for _ in range(POSTPONED_MAX + 2)] == [True] * POSTPONED_MAX + [False, False]
-    rhythm.note_change()
-    assert rhythm.postpones()
+    timing = after(1.0, 2.0, 3.0, 4.0, 5.0)
+    assert [timing.postpones() for _ in range(POSTPONED_MAX + 2)] == [True] * POSTPONED_MAX + [False, False]
+    timing.note_change()
+    assert timing.postpones()

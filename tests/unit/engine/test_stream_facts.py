@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from anabranch.engine.streamfacts import SparkStream
+from anabranch.engine.spark.query import SparkStream
 
 
 def query(watermark_ms: int, rows: int = 0) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from pyspark import TaskContext
 
 from anabranch.core.errors import EpochError
-from anabranch.engine.taskepoch import TaskEpoch
+from anabranch.engine.task_epoch import TaskEpoch
 from anabranch.engine.tasks import run_task
 
 

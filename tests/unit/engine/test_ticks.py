@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from anabranch.engine.ticks import TICK, TickReader, Ticks
+from anabranch.engine.spark.ticks import TICK, TickReader, Ticks
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from anabranch.wire import messages
 from anabranch.wire.client import WorkerClient, connections
 from anabranch.wire.credentials import Credentials
 from anabranch.wire.frames import unpack
-from anabranch.worker.holdings import Holdings
-from anabranch.worker.service import StateService
-from anabranch.worker.storeoptions import StoreOptions
+from anabranch.worker.server.service import StateService
+from anabranch.worker.stores.options import StoreOptions
+from anabranch.worker.transfer.group_ownership import GroupOwnership
 
 JOB = "0123456789abcdef0123456789abcdef"
 CREDENTIALS = Credentials("secret")
@@ -68,8 +68,8 @@ class Service(StateService):
         return super().do_get(context, ticket)
 
     @property
-    def holdings(self) -> Holdings:
-        return self._jobs._jobs[JOB]._state.holdings
+    def ownership(self) -> GroupOwnership:
+        return self._jobs._jobs[JOB]._state.ownership
 
 
 @dataclass

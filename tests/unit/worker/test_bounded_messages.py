@@ -20,7 +20,7 @@ from anabranch.core.errors import WorkerError
 from anabranch.core.schemas import INDEX
 from anabranch.wire import frames, messages
 from anabranch.wire.routed import Answers, Expiry, RoutedState, Routing, StageAccess
-from anabranch.worker.layers import VariableState
+from anabranch.worker.state.variable_state import VariableState
 
 #: What a message has beside the rows: its header, the schema of each table, and the padding of each column.
 ROOM_BYTES = 6_000

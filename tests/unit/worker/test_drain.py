@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 import pytest
 
 from anabranch.core.errors import LostWorkerError
-from anabranch.worker.drain import NO_LIMIT, Drain
+from anabranch.worker.transfer.drain import NO_LIMIT, Drain
 
 ROWS_PER_GROUP = 200
 
@@ -140,7 +140,7 @@ def test_an_epoch_without_a_limit_does_not_hold_it_up(make: MakeDrain) -> None:
 def test_an_epoch_that_never_ends_does_not_hold_it_up_for_ever(
     make: MakeDrain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anabranch.worker.drain._EPOCH_MAX_S", 0.2)
+    monkeypatch.setattr("anabranch.worker.transfer.drain._EPOCH_MAX_S", 0.2)
     arriving = Arriving(10)
     drain = make(arriving)
     drain.begin_epoch(0)
@@ -149,7 +149,7 @@ def test_an_epoch_that_never_ends_does_not_hold_it_up_for_ever(
 
 
 def test_it_goes_on_after_an_error(make: MakeDrain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.worker.drain._RETRY_S", 0.05)
+    monkeypatch.setattr("anabranch.worker.transfer.drain._RETRY_S", 0.05)
     arriving = Arriving(10)
     arriving.errors = [LostWorkerError("away"), MemoryError(), LostWorkerError("still away")]
     make(arriving).start()
@@ -170,7 +170,7 @@ def test_there_is_time_just_after_an_epoch(make: MakeDrain) -> None:
 
 
 def test_there_is_time_if_no_epoch_comes(make: MakeDrain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.worker.drain._NO_EPOCH_S", 0.05)
+    monkeypatch.setattr("anabranch.worker.transfer.drain._NO_EPOCH_S", 0.05)
     drain = make(Arriving(0))
     assert drain.wait_for_end_of_epoch()
     drain.stop()

@@ -18,8 +18,8 @@ from anabranch.wire import messages
 from anabranch.wire.client import TOKEN_HEADER, WorkerClient
 from anabranch.wire.credentials import Credentials
 from anabranch.wire.frames import pack
-from anabranch.worker.shared import prefix_of
-from anabranch.worker.storeoptions import StoreOptions
+from anabranch.worker.stores.options import StoreOptions
+from anabranch.worker.stores.shared import prefix_of
 
 Send = Callable[..., Any]
 
@@ -88,7 +88,7 @@ def test_without_the_token_no_other_kind_of_call_is_answered_either(one: Driver)
 
 def test_what_a_stranger_sends_is_not_even_read(send: Send, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    monkeypatch.setattr("anabranch.worker.service.unpack", lambda body, **_: read.append(body.size))
+    monkeypatch.setattr("anabranch.worker.server.service.unpack", lambda body, **_: read.append(body.size))
     with pytest.raises(flight.FlightUnauthenticatedError):
         send("write", b"\0" * (50 << 20), b"wrong")
     assert read == []

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tests.unit.control.http_job import MemoryJob
 
-from anabranch.control.http import ControlServer
+from anabranch.control.http.server import ControlServer
 from anabranch.core.errors import LostWorkerError, SettingsError, WorkerError
 from anabranch.wire.credentials import Credentials
-from anabranch.worker.join import find_job, join, reachable_address
+from anabranch.worker.server.registration import find_job, join, reachable_address
 
 ADDRESS = "127.0.0.1:7077"
 

@@ -14,10 +14,11 @@ from anabranch.core.ids import Attempt, Partition, StageNumber
 from anabranch.core.requests import StageAttempt
 from anabranch.core.schemas import Layout, Op, VariableKind, VariableSpec
 from anabranch.wire import frames
-from anabranch.worker import allocation, codec, rows, staging
-from anabranch.worker.layers import VariableState
-from anabranch.worker.rows import VariableCodec
-from anabranch.worker.staging import Staging
+from anabranch.worker.server import staging
+from anabranch.worker.server.staging import Staging
+from anabranch.worker.state import allocation, codec, rows
+from anabranch.worker.state.rows import VariableCodec
+from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import Store, rocksdb
 from anabranch.worker.stores.rocksdb import RocksStore
 

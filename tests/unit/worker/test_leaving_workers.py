@@ -43,7 +43,7 @@ def test_a_worker_that_is_to_go_does_not_wait_for_a_driver_that_is_gone(make: Ma
     driver.heartbeat_ms = 1
     driver.give("a", freeze=False)
     wait_until(lambda: not leaving(driver, "a").is_alive())
-    assert driver.workers["a"].local.holdings.groups, "nobody has taken them"
+    assert driver.workers["a"].local.ownership.groups, "nobody has taken them"
 
 
 def test_a_worker_waits_no_longer_for_the_driver_of_a_job_that_is_closed(make: MakeDriver) -> None:

@@ -32,7 +32,7 @@ def test_the_old_owner_deletes_what_has_arrived_elsewhere(make: MakeDriver, stor
     driver.wait_until_all_has_arrived()
     stays, goes = rows_in(driver, ODD), rows_in(driver, EVEN)
     assert driver.progress("a")["frozenGroups"] == len(EVEN)
-    states = driver.workers["a"].local.holdings._states.values()
+    states = driver.workers["a"].local.ownership._states.values()
     wait_until(lambda: sum(state.rows() for state in states) == stays + goes)  # as soon as the last epoch is merged
     assert driver.rows("a") == stays
     driver.release()

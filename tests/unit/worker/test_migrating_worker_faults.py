@@ -8,7 +8,7 @@ import pytest
 from keyed_state import KEY_GROUPS, KEYS, entries, group_of, keys_table
 from state_workers import CREDENTIALS, JOB, Driver, MakeDriver, Worker, changed, fell_back, owned_by, wait_until
 
-from anabranch.control.launcher import EmbeddedWorkers
+from anabranch.control.membership.launcher import EmbeddedWorkers
 from anabranch.core.errors import AnabranchError, CheckpointError
 from anabranch.wire import messages
 from anabranch.wire.client import WorkerClient
@@ -159,7 +159,7 @@ def test_a_new_driver_that_finds_a_migration_under_way_completes_it_from_the_che
         two.generation += 1
         two.run = -1
         two.give({}, freeze=False)
-        assert two.workers["a"].local.holdings.frozen == {}
+        assert two.workers["a"].local.ownership.frozen == {}
     two.begin()
     assert two.read(KEYS) == two.model
     two.write(changed(two, KEYS[::3]))
@@ -175,8 +175,8 @@ def test_a_new_driver_that_finds_a_migration_under_way_completes_it_from_the_che
 def test_groups_that_are_dropped_while_they_are_handed_out_are_not_taken_for_empty(two: Driver, by: str) -> None:
     """A new driver lets the old owner forget them, just when it has looked that they are there and begins to read."""
     two.give(owned_by("b", EVEN))
-    holdings = two.workers["a"].local.holdings
-    check, replaced = holdings.check_frozen, threading.Event()
+    ownership = two.workers["a"].local.ownership
+    check, replaced = ownership.check_frozen, threading.Event()
 
     def check_then_forget(groups: list[int], as_of: int) -> None:
         check(groups, as_of)
@@ -187,7 +187,7 @@ def test_groups_that_are_dropped_while_they_are_handed_out_are_not_taken_for_emp
 
     two.begin()
     old = two.numbers
-    holdings.check_frozen = check_then_forget  # type: ignore[method-assign,assignment]
+    ownership.check_frozen = check_then_forget  # type: ignore[method-assign,assignment]
     if by == "fetch":
         keys = [key for key in KEYS if group_of(key) in EVEN]
         request = messages.Read(**old, stage=1, groups=[])
@@ -206,15 +206,15 @@ def test_a_look_at_the_state_does_not_show_groups_that_are_just_being_dropped(tw
     two.run_epoch({})
     two.wait_until_all_has_arrived()
     dropping, dropped = threading.Event(), threading.Event()
-    holdings = two.workers["a"].local.holdings
-    drop = holdings._drop
+    ownership = two.workers["a"].local.ownership
+    drop = ownership._drop
 
     def drop_slowly(groups: frozenset[int]) -> None:
         dropping.set()
         dropped.wait(30)
         drop(groups)
 
-    holdings._drop = drop_slowly  # type: ignore[method-assign,assignment]
+    ownership._drop = drop_slowly  # type: ignore[method-assign,assignment]
     try:
         two.release()
         assert dropping.wait(10)

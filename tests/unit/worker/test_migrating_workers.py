@@ -94,7 +94,7 @@ def test_a_second_rescale_remembers_what_the_first_has_migrated(
     with driver.without_drain_from("a"):
         driver.run_epoch(changed(driver, some))
         driver.give(owned_by("c", EVEN))
-        assert driver.workers["c"].local.holdings.progress()["pendingGroups"] == len(EVEN)
+        assert driver.workers["c"].local.ownership.progress()["pendingGroups"] == len(EVEN)
     driver.begin()
     assert driver.read(KEYS) == driver.model
     driver.write(changed(driver, KEYS[::2]))
@@ -110,7 +110,7 @@ def test_a_worker_in_the_middle_asks_the_first_for_what_it_never_had(make: MakeD
     with driver.without_drain_from("a"):
         driver.give("b")
         driver.run_epoch(changed(driver, KEYS[::4]))
-        middle = driver.workers["b"].local.holdings
+        middle = driver.workers["b"].local.ownership
         middle.begin_epoch(0)  # it drains nothing more by itself
         driver.give("c")
     if by == "fetch":
@@ -153,7 +153,7 @@ def test_state_that_goes_round_and_round_waits_for_nobody(make: MakeDriver, capl
         driver.give(owned_by(owner, EVEN))
     driver.begin()
     assert driver.read(KEYS) == driver.model
-    assert driver.workers["c"].local.holdings.progress()["fetched_rows"] > 0
+    assert driver.workers["c"].local.ownership.progress()["fetched_rows"] > 0
     # The worker that the state only passed through may turn to the checkpoint: its source has taken the state back.
     assert "did not answer" not in caplog.text
     driver.finish()
@@ -187,7 +187,7 @@ def test_one_fetched_key_does_not_hide_those_with_the_same_hash(two: Driver) -> 
         keys = [key for key in KEYS if key.endswith(tail)]
         assert two.read(keys) == two.expected(keys)
         assert len(two.expected(keys)) == KEY_GROUPS
-    assert two.workers["b"].local.holdings.progress()["fetched_rows"] > 0
+    assert two.workers["b"].local.ownership.progress()["fetched_rows"] > 0
 
 
 def test_maps_and_lists_keep_their_size_and_their_neighbours(two: Driver) -> None:

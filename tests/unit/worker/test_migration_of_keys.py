@@ -22,9 +22,9 @@ from tests.property.worker.migrating_state import (
 
 from anabranch.core.errors import AnabranchError, LostWorkerError
 from anabranch.core.schemas import HASH, Op, VariableKind
-from anabranch.worker.layers import VariableState
-from anabranch.worker.migration import Migration, _between_keys
+from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import open_store
+from anabranch.worker.transfer.peer_transfer import PeerTransfer, _between_keys
 
 GROUPS = 8
 #: The first three share a hash; the next two share a key group with nobody.
@@ -49,7 +49,7 @@ class Moving:
         self.former.load(changes_table(self.layout, changes))
         self.model = applied({}, changes)
         self.source = Frozen(self.former, rows_per_piece=rows_per_piece)
-        self.migration = Migration(self.state, self.source, self.checkpoint.now(), range(GROUPS), GROUPS)
+        self.migration = PeerTransfer(self.state, self.source, self.checkpoint.now(), range(GROUPS), GROUPS)
 
     def fetch(self, *keys: str) -> None:
         table = keys_table(self.layout, keys)
@@ -273,7 +273,7 @@ def test_what_a_scan_brought_after_a_fetch_gave_up_may_be_written_at_once(values
 def test_rows_that_come_first_are_loaded_in_pieces_that_cut_no_key(
     moving: Moving, monkeypatch: pytest.MonkeyPatch, cut_at: int
 ) -> None:
-    monkeypatch.setattr("anabranch.worker.migration._ROWS_PER_LOAD", 2)
+    monkeypatch.setattr("anabranch.worker.transfer.peer_transfer._ROWS_PER_LOAD", 2)
     rows = changes_table(
         moving.layout,
         [(Op.PUT, key, subkey, 1) for key, subkeys in (("b", 3), ("c", 1), ("f", 4)) for subkey in range(subkeys)],

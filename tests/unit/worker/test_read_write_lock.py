@@ -2,7 +2,7 @@
 
 import threading
 
-from anabranch.worker.locks import ReadWriteLock
+from anabranch.worker.state.read_write_lock import ReadWriteLock
 
 TIMEOUT_S = 10.0
 A_MOMENT_S = 0.1

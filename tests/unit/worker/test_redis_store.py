@@ -11,7 +11,7 @@ from redis.cluster import key_slot
 
 from anabranch.core.errors import WorkerError
 from anabranch.core.schemas import HASH, OP, POSITION, Layout, Op, VariableKind, VariableSpec
-from anabranch.worker.rows import Changes, Keys, Rows, VariableCodec
+from anabranch.worker.state.rows import Changes, Keys, Rows, VariableCodec
 from anabranch.worker.stores import redis_connection as connections
 from anabranch.worker.stores import redis_rows
 from anabranch.worker.stores.redis import RedisConnection, RedisStore, connect, delete_prefix

@@ -14,9 +14,9 @@ from state_workers import CREDENTIALS, JOB, Driver, Service, Worker, changed, ow
 from anabranch.core.errors import WorkerError
 from anabranch.wire import messages
 from anabranch.wire.client import WorkerClient
-from anabranch.worker.holdings import Holdings
-from anabranch.worker.storeoptions import StoreOptions
+from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.stores.redis import RedisConnection
+from anabranch.worker.transfer.group_ownership import GroupOwnership
 from redisserver import RedisServer, running_redis
 
 FIRST_HALF, SECOND_HALF = range(KEY_GROUPS // 2), range(KEY_GROUPS // 2, KEY_GROUPS)
@@ -64,7 +64,7 @@ class SharedDriver(Driver):
         worker = self.workers.pop(name)
         worker.client.close()
         # Not as one that is told to end: it would clear its key groups away.
-        worker.local.holdings.close()
+        worker.local.ownership.close()
         worker.local.shutdown()
 
     def broken(self) -> list[str]:
@@ -119,7 +119,7 @@ def test_key_groups_change_hands_while_state_is_on_its_way(
 ) -> None:
     driver = make_shared("a", "b", "c")
     with monkeypatch.context() as patch:
-        patch.setattr(Holdings, "start_drain", lambda _: None)
+        patch.setattr(GroupOwnership, "start_drain", lambda _: None)
         driver.lose("a")
         driver.give(owned_by("b", FIRST_HALF) | owned_by("c", SECOND_HALF))
         assert driver.progress("b")["pendingGroups"] > 0
@@ -143,7 +143,7 @@ def test_a_redis_that_comes_back_empty_is_filled_from_the_checkpoint(
     server.start()
     driver.begin()
     # The worker finds out when it reads, or when it folds the last epoch, which it does meanwhile.
-    with pytest.raises(WorkerError, match="no longer has the state|could not apply the changes"):
+    with pytest.raises(WorkerError, match=r"no longer has the state|could not apply the changes"):
         driver.read(KEYS)
     assert "a" in driver.broken()
     driver.give({})
@@ -291,7 +291,7 @@ def test_key_groups_that_a_worker_failed_to_drop_are_restored_when_it_gets_them_
         return run(connection, commands)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Holdings, "start_drain", lambda _: None)
+        patch.setattr(GroupOwnership, "start_drain", lambda _: None)
         driver.lose("b")
         driver.give("a")
         driver.add(started("c", server.url))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from anabranch.worker.repetition import Repetition
+from anabranch.worker.state.key_recurrence import KeyRecurrence
 
 RNG = np.random.default_rng(5)
 
@@ -13,27 +13,27 @@ def hashes(count: int) -> np.typing.NDArray[np.int64]:
 
 
 def test_nothing_is_known_before_the_second_epoch() -> None:
-    repetition = Repetition()
+    repetition = KeyRecurrence()
     repetition.note(hashes(1000))
     assert repetition.share == 0.0
 
 
 def test_epochs_of_the_same_keys_repeat() -> None:
-    repetition, keys = Repetition(), hashes(10_000)
+    repetition, keys = KeyRecurrence(), hashes(10_000)
     for _ in range(6):
         repetition.note(RNG.permutation(keys))
     assert repetition.share > 0.95
 
 
 def test_epochs_of_other_keys_do_not() -> None:
-    repetition = Repetition()
+    repetition = KeyRecurrence()
     for _ in range(6):
         repetition.note(hashes(10_000))
     assert repetition.share < 0.01
 
 
 def test_half_of_the_keys_again_is_about_half() -> None:
-    repetition, keys = Repetition(), hashes(20_000)
+    repetition, keys = KeyRecurrence(), hashes(20_000)
     for _ in range(8):
         repetition.note(np.concatenate((keys, hashes(20_000))))
     assert repetition.share == pytest.approx(0.5, abs=0.1)
@@ -41,14 +41,14 @@ def test_half_of_the_keys_again_is_about_half() -> None:
 
 @pytest.mark.parametrize("many", [20_000, 50])
 def test_few_keys_among_many_and_many_after_few_are_told_as_well(many: int) -> None:
-    repetition, keys = Repetition(), hashes(20_000)
+    repetition, keys = KeyRecurrence(), hashes(20_000)
     for count in (many, 3000, many, 3000):
         repetition.note(keys[:count])
     assert repetition.share > 0.02
 
 
 def test_an_epoch_without_changes_tells_nothing() -> None:
-    repetition, keys = Repetition(), hashes(10_000)
+    repetition, keys = KeyRecurrence(), hashes(10_000)
     for _ in range(6):
         repetition.note(keys)
     before = repetition.share

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.worker.codec import RowCodec, to_objects
+from anabranch.worker.state.codec import RowCodec, to_objects
 
 
 def table(**columns: pa.Array) -> pa.Table:

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anabranch.worker.codec import Encoded, from_objects, to_objects
-from anabranch.worker.index import HashIndex, Positions, RowNumbers
-from anabranch.worker.table import RowTable
+from anabranch.worker.state.codec import Encoded, from_objects, to_objects
+from anabranch.worker.state.hash_index import HashIndex, Positions, RowNumbers
+from anabranch.worker.state.table import RowTable
 
 WIDTHS = [(9, 17), (None, None), (8, None), (None, 3), (1, 0)]
 

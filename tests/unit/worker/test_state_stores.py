@@ -12,9 +12,9 @@ import pytest
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.schemas import HASH, OP, POSITION, Layout, Op, VariableKind, VariableSpec
-from anabranch.worker.rows import Changes, VariableCodec
+from anabranch.worker.state.rows import Changes, VariableCodec
+from anabranch.worker.state.table import RowTable
 from anabranch.worker.stores import Store, open_store
-from anabranch.worker.table import RowTable
 
 OpenKind = Callable[[Layout, int], Store]
 

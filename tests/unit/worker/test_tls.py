@@ -18,17 +18,17 @@ from state_workers import MakeDriver, changed
 from tests.unit.control.http_asking import send_bytes
 from tests.unit.control.http_job import MemoryJob
 
-from anabranch.cli_api import JobApi
-from anabranch.control.http import ControlServer
-from anabranch.control.launcher import EmbeddedWorkers
+from anabranch.cli.job_api import JobApi
+from anabranch.control.http.server import ControlServer
+from anabranch.control.membership.launcher import EmbeddedWorkers
 from anabranch.core.errors import LostWorkerError, SettingsError, WorkerError
 from anabranch.core.ids import WorkerId
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.credentials import Credentials
 from anabranch.wire.messages import Health
-from anabranch.worker.join import join
-from anabranch.worker.service import StateService
-from anabranch.worker.storeoptions import StoreOptions
+from anabranch.worker.server.registration import join
+from anabranch.worker.server.service import StateService
+from anabranch.worker.stores.options import StoreOptions
 from certificates import Authority
 
 

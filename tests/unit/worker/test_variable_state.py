@@ -11,7 +11,7 @@ import pytest
 
 from anabranch.core.errors import EpochError
 from anabranch.core.schemas import INDEX, POSITION, Layout, Op, VariableKind, VariableSpec
-from anabranch.worker.layers import VariableState
+from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import Store, open_store
 
 OpenKind = Callable[[Layout, int], Store]

@@ -8,7 +8,7 @@ from typing import Any
 from pyspark.sql import Column, DataFrame
 from pyspark.sql.types import DataType, _parse_datatype_json_string
 
-from anabranch.engine.java import is_a, java_class
+from anabranch.engine.spark.java import is_a, java_class
 
 _EXPRESSIONS = "org.apache.spark.sql.classic.ExpressionUtils"
 #: What Spark replaces with another expression before it runs, such as bool_and with min.

@@ -23,7 +23,7 @@ from pyspark.sql.types import (
 )
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.engine.java import is_a
+from anabranch.engine.spark.java import is_a
 from anabranch.operators.aggregate import catalyst, collected, statistics, synopses
 from anabranch.operators.aggregate.call import Buffer, Call, Columns, Parts
 from anabranch.operators.aggregate.catalyst import Expression

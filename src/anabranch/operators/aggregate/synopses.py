@@ -38,7 +38,7 @@ from pyspark.sql.types import (
 )
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.engine.java import java_class
+from anabranch.engine.spark.java import java_class
 from anabranch.operators.aggregate import catalyst
 from anabranch.operators.aggregate.call import Buffer, Call, Columns, Parts
 from anabranch.operators.aggregate.lists import Registers, TopCounted

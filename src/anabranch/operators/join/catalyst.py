@@ -15,7 +15,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql.types import DataType, StructField, _parse_datatype_json_string
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.engine.java import java_class
+from anabranch.engine.spark.java import java_class
 from anabranch.operators.join.predicate import LEFT, RIGHT
 from anabranch.operators.join.sides import JoinType
 from anabranch.operators.keys import WATERMARK

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.schemas import Layout
-from anabranch.worker.rows import Changes, Entries, Keys, Rows, VariableCodec
+from anabranch.worker.state.rows import Changes, Entries, Keys, Rows, VariableCodec
 
 if TYPE_CHECKING:
     from anabranch.worker.stores.redis import RedisConnection

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from anabranch.core.schemas import Op, VariableKind
-from anabranch.worker.codec import from_objects, to_objects
-from anabranch.worker.locks import ReadWriteLock
-from anabranch.worker.rows import Changes, Entries, Keys, Rows, Shape
-from anabranch.worker.table import RowTable
+from anabranch.worker.state.codec import from_objects, to_objects
+from anabranch.worker.state.read_write_lock import ReadWriteLock
+from anabranch.worker.state.rows import Changes, Entries, Keys, Rows, Shape
+from anabranch.worker.state.table import RowTable
 
 #: Rows changed before readers are let in again: some milliseconds.
 _APPLY_ROWS = 1 << 15

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import numpy as np
 
 from anabranch.core.errors import WorkerError
-from anabranch.worker.rows import Changes, Entries, Hashes, Keys, Rows, Shape
+from anabranch.worker.state.rows import Changes, Entries, Hashes, Keys, Rows, Shape
 from anabranch.worker.stores.redis_connection import RedisConnection, connect, delete_prefix
 from anabranch.worker.stores.redis_rows import GroupPlace, GroupRows, Places
 

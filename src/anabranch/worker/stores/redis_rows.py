@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from anabranch.core.errors import WorkerError
 from anabranch.core.schemas import Op, VariableKind
-from anabranch.worker.codec import Encoded, from_objects, to_objects
-from anabranch.worker.rows import Changes, Entries, Hashes, Keys, Rows, Shape
+from anabranch.worker.state.codec import Encoded, from_objects, to_objects
+from anabranch.worker.state.rows import Changes, Entries, Hashes, Keys, Rows, Shape
 from anabranch.worker.stores import redis_scripts as scripts
 from anabranch.worker.stores.redis_connection import Command, RedisConnection
 

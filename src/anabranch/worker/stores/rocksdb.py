@@ -20,8 +20,8 @@ import numpy.typing as npt
 import rocksdict
 
 from anabranch.core.schemas import Op, VariableKind
-from anabranch.worker.codec import from_objects, to_objects
-from anabranch.worker.rows import Changes, Entries, Hashes, Keys, Rows, Shape
+from anabranch.worker.state.codec import from_objects, to_objects
+from anabranch.worker.state.rows import Changes, Entries, Hashes, Keys, Rows, Shape
 
 _BLOCK_CACHE_BYTES = 256 << 20
 _WRITE_BUFFER_BYTES = 32 << 20

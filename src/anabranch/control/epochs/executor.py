@@ -1,0 +1,190 @@
+"""Carries out what the epoch machine decides: requests to all workers at once, manifests, and who is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+from anabranch.checkpoint.generations import check_generation
+from anabranch.checkpoint.manifests import ChangeFile
+from anabranch.control.epochs.durability import Durability
+from anabranch.control.epochs.folded import ChangeFigures
+from anabranch.control.membership.cluster import Cluster
+from anabranch.control.owned_checkpoint import OwnedCheckpoint
+from anabranch.core import epoch_events as events
+from anabranch.core.drain_rate import DrainRate
+from anabranch.core.epochs import EpochMachine
+from anabranch.core.errors import AnabranchError, CheckpointError, EpochError, FencedError, LostWorkerError
+from anabranch.core.ids import Attempt, Epoch, Partition, StageNumber, WorkerId
+from anabranch.core.requests import Refusal, StageAttempt
+from anabranch.core.settings import Settings
+from anabranch.runtime.scheduler import Future, Scheduler
+from anabranch.wire import messages
+from anabranch.wire.routed import encode_routing
+
+logger = logging.getLogger(__name__)
+
+#: How often a call that takes long is checked on.
+_LOOK_INTERVAL_S = 0.2
+
+
+#: Instructions that are about one worker.
+_OfWorker = events.BeginOn | events.CollectSeals | events.PrepareOn | events.CommitOn | events.AbortOn
+
+
+class EpochExecutor:
+    """Drives the epoch machine of one job, in the thread that runs epochs."""
+
+    def __init__(
+        self,
+        machine: EpochMachine,
+        cluster: Cluster,
+        durability: Durability,
+        settings: Settings,
+        scheduler: Scheduler,
+        owned: Callable[[], OwnedCheckpoint],
+    ) -> None:
+        self._machine = machine
+        self._cluster = cluster
+        self._durability = durability
+        self._settings = settings
+        self._scheduler = scheduler
+        #: The generation that this driver has now.
+        self._owned = owned
+        #: Whether the epoch that runs is made durable.
+        self.is_durable_now = True
+        self._figures = ChangeFigures()
+        #: How much the last epoch has changed.
+        self.changed: dict[str, Any] = {}
+        self.pace = DrainRate()
+
+    def drive(self, event: events.Event) -> list[events.Instruction]:
+        """Hand an event to the machine and carry out what it says, until it has nothing more for us to do."""
+        leftover: list[events.Instruction] = []
+        queue = [event]
+        while queue:
+            instructions = self._machine.handle(queue.pop(0))
+            for instruction in instructions:
+                if isinstance(instruction, events.FailEpoch):
+                    self._abort_on([i for i in instructions if isinstance(i, events.AbortOn)])
+                    fenced = instruction.reason is events.Failure.FENCED
+                    raise (FencedError if fenced else EpochError)(instruction.message)
+            under_way = [(i, self._scheduler.submit(partial(self._carry_out, i))) for i in instructions]
+            answers = [self._outcome(i, call) for i, call in under_way]
+            followed = [answer for answer in answers if answer is not None]
+            leftover += [i for i in instructions if isinstance(i, events.RunMissing)]
+            queue += followed
+        return leftover
+
+    def _outcome(self, instruction: events.Instruction, call: Future[events.Event | None]) -> events.Event | None:
+        """Wait for what was carried out, but not for a worker that has been found lost meanwhile."""
+        while True:
+            try:
+                return call.result(timeout=_LOOK_INTERVAL_S)
+            except TimeoutError:
+                worker = getattr(instruction, "worker", None)
+                if worker is not None and self._cluster.is_lost(worker):
+                    message = f"The state worker {worker} fell silent."
+                    return events.WorkerRefused(instruction.run, worker, Refusal.NOT_OPEN, message)
+
+    def _lose(self, workers: Collection[WorkerId]) -> None:
+        """Workers have not made an epoch part of their state that is part of the job's: others take their place."""
+        for worker in workers:
+            self._cluster.note_lost(worker, "it did not commit the epoch")
+
+    def _carry_out(self, instruction: events.Instruction) -> events.Event | None:
+        match instruction:
+            case events.WriteManifest():
+                return self._write_manifest(instruction)
+            case events.BeginOn() | events.CollectSeals() | events.PrepareOn() | events.CommitOn():
+                try:
+                    return self._ask(instruction)
+                except LostWorkerError as error:
+                    self._cluster.note_lost(instruction.worker, str(error))
+                    return events.WorkerRefused(instruction.run, instruction.worker, Refusal.NOT_OPEN, str(error))
+                except FencedError as error:
+                    return events.WorkerRefused(instruction.run, instruction.worker, Refusal.FENCED, str(error))
+                except AnabranchError as error:
+                    return events.WorkerRefused(instruction.run, instruction.worker, Refusal.WRONG_STEP, str(error))
+            case events.FinishEpoch():
+                self._lose(instruction.lost)
+                return None
+            case events.RunTasks() | events.RunMissing():
+                return None  # Spark's job does it
+        raise EpochError(f"Nobody knows the instruction {type(instruction).__name__}. Report this.")
+
+    def _ask(
+        self, instruction: events.BeginOn | events.CollectSeals | events.PrepareOn | events.CommitOn
+    ) -> events.Event:
+        worker, run, numbers = instruction.worker, instruction.run, self._numbers(instruction)
+        match instruction:
+            case events.BeginOn():
+                rows = self.pace.rows if self._cluster.migrations.is_under_way else -1
+                # For each key group its owner: long, and of no use unless tasks ask for it.
+                routing = {} if self._settings.routing_cache else encode_routing(self._cluster.routing)
+                durable = self._durability.newest.epoch
+                begin = messages.Begin(**numbers, routing=routing, durable_epoch=durable, drain_rows=rows)
+                self._call(instruction, begin)
+                return events.WorkerBegan(run, worker)
+            case events.CollectSeals():
+                answer = self._call(instruction, messages.Seals(**numbers))
+                return events.SealsReported(run, worker, frozenset(map(_attempt, answer["attempts"])))
+            case events.PrepareOn():
+                chosen = [list(attempt) for attempt in sorted(instruction.chosen)]
+                deferred = self._durability.deferred() if self.is_durable_now else []
+                request = messages.Prepare(**numbers, chosen=chosen, durable=self.is_durable_now, deferred=deferred)
+                answer = self._call(instruction, request)
+                self._figures.note(worker, answer)
+                return events.WorkerPrepared(run, worker, tuple(file_of(pair) for pair in answer["files"]))
+            case events.CommitOn():
+                progress = self._call(instruction, messages.Commit(**numbers))
+                self._cluster.note_progress(worker, progress)
+                return events.WorkerCommitted(run, worker)
+
+    def _write_manifest(self, instruction: events.WriteManifest) -> events.Event:
+        written = sum(file.bytes for _, file in instruction.files)
+        self.changed = self._figures.report(self._cluster.members.workers, written)
+        try:
+            if self.is_durable_now:
+                runs = {**self._durability.volatile, instruction.epoch: instruction.run}
+                self._durability.write(self._owned(), self._cluster.route.version, instruction.files, runs)
+            else:
+                check_generation(self._owned().storage, self._owned().generation)
+                self._durability.volatile[instruction.epoch] = instruction.run
+        except FencedError as error:
+            return events.ManifestFailed(instruction.run, str(error), fenced=True)
+        except CheckpointError as error:
+            return events.ManifestFailed(instruction.run, str(error))
+        return events.ManifestWritten(instruction.run)
+
+    def _abort_on(self, aborts: Sequence[events.AbortOn]) -> None:
+        for abort in aborts:
+            if self._cluster.is_lost(abort.worker):
+                continue
+            try:
+                self._call(abort, messages.Abort(**self._numbers(abort)))
+            except AnabranchError as error:
+                logger.debug("worker %s could not be told to abort: %s", abort.worker, error)
+
+    def _numbers(self, instruction: events.Instruction) -> dict[str, Any]:
+        owned = self._owned()
+        return {
+            "job": owned.job.job_id,
+            "generation": owned.generation,
+            "epoch": instruction.epoch,
+            "run": instruction.run,
+        }
+
+    def _call(self, instruction: _OfWorker, request: messages.Request) -> dict[str, Any]:
+        header, _ = self._cluster.members.get(instruction.worker).client.call(request)
+        return header
+
+
+def file_of(pair: Sequence[Any]) -> tuple[Epoch, ChangeFile]:
+    return Epoch(pair[0]), ChangeFile(**pair[1])
+
+
+def _attempt(numbers: Sequence[int]) -> StageAttempt:
+    return StageAttempt(StageNumber(numbers[0]), Partition(numbers[1]), Attempt(numbers[2]))

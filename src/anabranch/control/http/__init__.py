@@ -1,0 +1,1 @@
+"""The HTTP API of a job: server, access rules, endpoints and their description."""
