@@ -38,10 +38,10 @@ def _utc() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def _quick_java(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """JVMs of this process, and of those it starts, find Spark's classes in an archive."""
-    import classarchive
+    from support import class_archive
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in classarchive.environment(tmp_path_factory.mktemp("java")).items():
+        for name, value in class_archive.environment(tmp_path_factory.mktemp("java")).items():
             patch.setenv(name, value)
         yield
 

@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import counting_driver
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from counting_driver import EpochFiles, counted, epochs_from
 from pyspark import cloudpickle
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
 import anabranch
+from support import counting_driver
+from support.counting_driver import EpochFiles, counted, epochs_from
 
 # Tasks cannot import a test: what it defines travels with them.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -18,7 +18,7 @@ from soak.places import Places
 
 from anabranch.engine.spark import loss_log as losslog
 from anabranch.engine.task_epoch import TaskEpoch
-from livequery import LiveQuery, wait_until
+from support.live_query import LiveQuery, wait_until
 
 #: Nobody looks whether workers are alive: the tasks of an epoch find out.
 OPTIONS = {"anabranch.workers": "2", "anabranch.heartbeat": "3600", "anabranch.controlPort": "0"}

@@ -26,8 +26,8 @@ from soak.operators import (
 )
 
 from anabranch.testing import Clock, KillWorker, Rescale, Restart, Rows, Step, StreamTest
-from seeds import seeds
-from sidebyside import rows_of, side_by_side
+from support.seeds import seeds
+from support.side_by_side import rows_of, side_by_side
 
 NOON = datetime(2026, 1, 1, 12)
 #: All operators there are, in as few queries as possible, each on one of the stores.

@@ -28,8 +28,8 @@ from anabranch.control.membership.members import Member
 from anabranch.core.errors import SettingsError
 from anabranch.core.ids import WorkerId
 from anabranch.wire import keyring
-from livequery import WAIT_S, LiveQuery, is_gone, wait_until, worker_process
-from redisserver import RedisServer, running_redis
+from support.live_query import WAIT_S, LiveQuery, is_gone, wait_until, worker_process
+from support.redis_server import RedisServer, running_redis
 
 #: So long that nothing moves on an idle stream: only epochs start the drain then.
 NEVER_S = 600

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counting import EPOCHS, SCHEMA, Attempts, counted, multiset
-from oracle import Oracle, external_worker
 from pyspark.sql import SparkSession
-from streams import EpochFeed
 
 import anabranch
 from anabranch.control.epochs.executor import EpochExecutor
 from anabranch.core.epoch_events import SealsReported
+from support.counting import EPOCHS, SCHEMA, Attempts, counted, multiset
+from support.oracle import Oracle, external_worker
+from support.streams import EpochFeed
 
 
 @pytest.fixture(scope="module")

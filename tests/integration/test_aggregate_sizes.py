@@ -11,14 +11,14 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from aggregated import QUANTILES, Epochs, check, feed_of, natively, ours
-from oracle import Oracle, Result
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
-from streams import EpochFeed
 
 import anabranch
 from anabranch.operators.aggregate import functions
+from support.aggregated import QUANTILES, Epochs, check, feed_of, natively, ours
+from support.oracle import Oracle, Result
+from support.streams import EpochFeed
 
 #: Around the thresholds, 2.5 m and 5 m for 16, 32, 128 and 512 registers.
 SIZES = (

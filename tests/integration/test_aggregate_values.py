@@ -3,10 +3,11 @@
 import math
 from decimal import Decimal
 
-from aggregated import QUANTILES, Epochs, check, feed_of, ours
-from oracle import Oracle
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
+
+from support.aggregated import QUANTILES, Epochs, check, feed_of, ours
+from support.oracle import Oracle
 
 NAN, INF = math.nan, math.inf
 _MOST = Decimal("9" * 28 + "." + "9" * 10)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from oracle import Oracle, names_and_types
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
-from streams import EpochFeed
 
 import anabranch
 from anabranch.operators.aggregate import stage as aggregate_stage
+from support.oracle import Oracle, names_and_types
+from support.streams import EpochFeed
 
 Values = st.SearchStrategy[Any]
 

@@ -10,12 +10,12 @@ from functools import cache
 from typing import Any
 
 import pytest
-from oracle import Oracle, Result, differences, names_and_types, run
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
-from streams import EpochFeed
 
 import anabranch
+from support.oracle import Oracle, Result, differences, names_and_types, run
+from support.streams import EpochFeed
 
 COLUMNS = {
     "k": "string",

@@ -9,13 +9,13 @@ import pytest
 from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
-from streams import EpochFeed
 
 import anabranch
 from anabranch.core.errors import (
     SettingsError,
     UnsupportedError,
 )
+from support.streams import EpochFeed
 
 SCHEMA = "k string, v long, flag boolean, many array<int>, pairs map<string, int>, both struct<a: int, b: array<int>>"
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from oracle import drain, external_worker
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
-from streams import EpochFeed
 
 import anabranch
 from anabranch.checkpoint.generations import claim_generation
@@ -27,6 +25,8 @@ from anabranch.core.errors import (
     UnsupportedError,
     WorkerError,
 )
+from support.oracle import drain, external_worker
+from support.streams import EpochFeed
 
 
 @pytest.fixture(scope="module")

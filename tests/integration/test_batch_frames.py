@@ -10,7 +10,6 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from oracle import names_and_types
 from pyspark import cloudpickle
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
@@ -19,6 +18,7 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
 import anabranch
 from anabranch.core.errors import UnsupportedError
+from support.oracle import names_and_types
 
 # Tasks run in processes that do not have the tests on their path.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -14,12 +14,12 @@ from pyspark import cloudpickle
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
-from streams import EpochFeed
 
 import anabranch
 from anabranch.control.coordinator import Coordinator
 from anabranch.core.errors import EpochError, UnsupportedError
 from anabranch.engine.tables import TableKeeper
+from support.streams import EpochFeed
 
 # Processors travel with the tasks, which cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import drain
 from pyspark import cloudpickle
 from pyspark.sql import Row, SparkSession
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
-from streams import Collector, EpochFeed
 
 import anabranch
 from anabranch.checkpoint.storage import Storage
 from anabranch.checkpoint.verify import verify
 from anabranch.core.errors import CheckpointError
+from support.oracle import drain
+from support.streams import Collector, EpochFeed
 
 # Tasks cannot import a test: what it defines travels with them.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
-from streams import EpochFeed, run_anabranch, run_native
 
 import anabranch
+from support.streams import EpochFeed, run_anabranch, run_native
 
 EPOCHS = [
     [("a", 1), ("b", 2), ("a", 3)],

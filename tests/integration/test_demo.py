@@ -32,7 +32,7 @@ from anabranch.demo.recorded import find_recorded
 from anabranch.demo.run import Ending, run_demo
 from anabranch.demo.sink import LatencySink
 from anabranch.workload import WorkloadSpec, generate, read_latencies, write_files
-from redisserver import RedisServer, running_redis
+from support.redis_server import RedisServer, running_redis
 
 PATIENCE_S = 120
 

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counting import EPOCHS, RESULT, SCHEMA, counted, multiset, writer_of
-from oracle import drain, external_worker
 from pyspark import cloudpickle
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
-from streams import Collector, EpochFeed
 
 import anabranch
 from anabranch.checkpoint.manifests import manifest_epochs
@@ -25,8 +22,11 @@ from anabranch.checkpoint.storage import Storage
 from anabranch.checkpoint.verify import verify
 from anabranch.control.coordinator import Coordinator
 from anabranch.core.errors import CheckpointError
-from described import assert_described
-from s3server import running_s3
+from support.counting import EPOCHS, RESULT, SCHEMA, counted, multiset, writer_of
+from support.described import assert_described
+from support.oracle import drain, external_worker
+from support.s3_server import running_s3
+from support.streams import Collector, EpochFeed
 
 # Tasks cannot import a test: what it defines travels with them.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -13,9 +13,9 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
-from streams import Collector, EpochFeed
 
 import anabranch
+from support.streams import Collector, EpochFeed
 
 EPOCHS = [
     [("a", 1), ("b", 2), ("a", 3), (None, 1)],

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
-from streams import EpochFeed, run_anabranch, run_native
 
 import anabranch
+from support.oracle import Oracle
+from support.streams import EpochFeed, run_anabranch, run_native
 
 START = datetime(2026, 1, 1)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counting import SCHEMA, counted, multiset, writer_of
-from oracle import Oracle, drain
 from pyspark.sql import DataFrame, SparkSession
-from streams import Collector, EpochFeed
 
 import anabranch
+from support.counting import SCHEMA, counted, multiset, writer_of
+from support.oracle import Oracle, drain
+from support.streams import Collector, EpochFeed
 
 WAIT_S = 60.0
 #: More than Spark lets the log of a file sink, or of a file source, grow before it compacts it: ten.

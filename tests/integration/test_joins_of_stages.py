@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle, Result, names_and_types
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from streams import EpochFeed, quick_checkpoints
 
 import anabranch
 from anabranch.core.errors import UnsupportedError
 from anabranch.testing.steps import Rescale, Restart, Rows
 from anabranch.testing.streams import StreamTest
-from sidebyside import rows_of, side_by_side
+from support.oracle import Oracle, Result, names_and_types
+from support.side_by_side import rows_of, side_by_side
+from support.streams import EpochFeed, quick_checkpoints
 
 START = datetime(2026, 1, 1)
 SCHEMA = "k string, ts timestamp, v long"

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import WAIT_S, Oracle, drain
 from pyspark import cloudpickle
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
-from streams import EpochFeed, quick_checkpoints
 
 import anabranch
 from anabranch.control.coordinator import Coordinator
 from anabranch.core.errors import UnsupportedError
+from support.oracle import WAIT_S, Oracle, drain
+from support.streams import EpochFeed, quick_checkpoints
 
 # Processors travel with the tasks, which cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from pyspark.sql import SparkSession
-from streams import EpochFeed
 
 import anabranch
 from anabranch.api.locations import FILE_MANAGER, FILE_SYSTEM_BASED
+from support.streams import EpochFeed
 
 
 def test_log_files_are_written_the_fast_way_unless_the_user_has_chosen(spark: SparkSession, tmp_path: Path) -> None:

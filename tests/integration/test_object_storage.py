@@ -16,7 +16,7 @@ from s3fs import S3FileSystem
 
 from anabranch.checkpoint import Storage, claim_generation, latest_generation
 from anabranch.core.errors import CheckpointError
-from s3server import ACCESS_KEY, SECRET_KEY, Application, S3Server, refusal, running_s3
+from support.s3_server import ACCESS_KEY, SECRET_KEY, Application, S3Server, refusal, running_s3
 
 
 @pytest.fixture(scope="module")

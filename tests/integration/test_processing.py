@@ -11,7 +11,8 @@ from pyspark import cloudpickle
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StatefulProcessor, StatefulProcessorHandle
-from streams import EpochFeed, run_anabranch, run_native
+
+from support.streams import EpochFeed, run_anabranch, run_native
 
 # Tasks run in processes that do not have the tests on their path.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

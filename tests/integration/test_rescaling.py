@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counting import Attempts
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 import anabranch
 from anabranch.control.membership import assignment as assigning
-from livequery import WAIT_S, LiveQuery, wait_until
-from redisserver import RedisServer, running_redis, running_redis_cluster
+from support.counting import Attempts
+from support.live_query import WAIT_S, LiveQuery, wait_until
+from support.redis_server import RedisServer, running_redis, running_redis_cluster
 
 #: So long that nothing moves on an idle stream: only epochs start the drain then.
 NEVER_S = 600

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle, Result, drain
 from pyspark import cloudpickle
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
-from streams import EpochFeed
 
 import anabranch
+from support.oracle import Oracle, Result, drain
+from support.streams import EpochFeed
 
 # Processors travel with the tasks, which cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

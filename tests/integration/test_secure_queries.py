@@ -22,8 +22,8 @@ from anabranch.core.errors import SettingsError, WorkerError
 from anabranch.wire import keyring, messages
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.credentials import Credentials
-from certificates import Authority
-from livequery import WAIT_S, LiveQuery, worker_process
+from support.certificates import Authority
+from support.live_query import WAIT_S, LiveQuery, worker_process
 
 JOB_ID = "0" * 32
 

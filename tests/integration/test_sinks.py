@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle, drain
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from streams import Collector, EpochFeed
 
 import anabranch
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.epochs.executor import EpochExecutor, durability
+from anabranch.control.epochs import durability
+from anabranch.control.epochs.executor import EpochExecutor
 from anabranch.core.epoch_events import CommitOn, PrepareOn
+from support.oracle import Oracle, drain
+from support.streams import Collector, EpochFeed
 
 KEYS = [f"k{number:02d}" for number in range(30)]
 #: Each epoch changes other keys, and the last changes all: its rows show the whole state.

@@ -15,9 +15,9 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.listener import StateOperatorProgress, StreamingQueryListener, StreamingQueryProgress
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor
-from streams import Collector, EpochFeed
 
 import anabranch
+from support.streams import Collector, EpochFeed
 
 EPOCHS = [[("a", 1), ("b", 2), ("a", 3)], [("c", 4), ("a", 5)]]
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle, Result, drain, names_and_types
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from streams import EpochFeed, quick_checkpoints
 
 import anabranch
 from anabranch.core.errors import UnsupportedError
-from seeds import seeds
+from support.oracle import Oracle, Result, drain, names_and_types
+from support.seeds import seeds
+from support.streams import EpochFeed, quick_checkpoints
 
 START = datetime(2026, 1, 1)
 EPOCHS = 3

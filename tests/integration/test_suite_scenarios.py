@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
-from suite_scenarios import (
+
+from anabranch.testing import StreamTest
+from support.suite_scenarios import (
     SCHEMA,
     Alarm,
     Expiring,
@@ -27,8 +29,6 @@ from suite_scenarios import (
     windows,
     windows_of_windows,
 )
-
-from anabranch.testing import StreamTest
 
 #: What moves the watermark, and where it is after each epoch: 5, 15, 15, 35, 35.
 PACE = [15, 25, 25, 45, 45]

@@ -12,17 +12,17 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from oracle import Oracle
 from pyspark import cloudpickle
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StatefulProcessor, StatefulProcessorHandle
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
-from streams import Collector, EpochFeed, quick_checkpoints
 
 import anabranch
 from anabranch.core.errors import UnsupportedError
-from livequery import wait_until
+from support.live_query import wait_until
+from support.oracle import Oracle
+from support.streams import Collector, EpochFeed, quick_checkpoints
 
 # Tasks run in processes that do not have the tests on their path.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -8,14 +8,24 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from counting import RESULT, Attempts, Tally, assert_ran_once, counted, fail_first_time, multiset, tallied, writer_of
-from oracle import Oracle, drain
 from pyspark import cloudpickle
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
-from streams import Collector, EpochFeed
 
 import anabranch
+from support.counting import (
+    RESULT,
+    Attempts,
+    Tally,
+    assert_ran_once,
+    counted,
+    fail_first_time,
+    multiset,
+    tallied,
+    writer_of,
+)
+from support.oracle import Oracle, drain
+from support.streams import Collector, EpochFeed
 
 # Tasks cannot import a test: what it defines travels with them.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle, Result, drain
 from pyspark import cloudpickle
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StatefulProcessor, StatefulProcessorHandle
-from streams import EpochFeed
 
 import anabranch
-from sidebyside import rows_of, side_by_side
+from support.oracle import Oracle, Result, drain
+from support.side_by_side import rows_of, side_by_side
+from support.streams import EpochFeed
 
 # Tasks run in processes that do not have the tests on their path.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

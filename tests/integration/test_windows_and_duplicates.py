@@ -7,15 +7,15 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from oracle import Oracle, Result, drain
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
-from streams import EpochFeed, quick_checkpoints
 
 import anabranch
 from anabranch.core.errors import UnsupportedError
-from seeds import seeds
-from sidebyside import rows_of, side_by_side
+from support.oracle import Oracle, Result, drain
+from support.seeds import seeds
+from support.side_by_side import rows_of, side_by_side
+from support.streams import EpochFeed, quick_checkpoints
 
 START = datetime(2026, 1, 1)
 Query = Callable[[Any], Any]

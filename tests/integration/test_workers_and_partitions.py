@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counting import Attempts, Tally, assert_ran_once, counted, multiset, tallied, writer_of
-from oracle import Oracle, drain, external_worker
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from streams import Collector, EpochFeed
 
 import anabranch
+from support.counting import Attempts, Tally, assert_ran_once, counted, multiset, tallied, writer_of
+from support.oracle import Oracle, drain, external_worker
+from support.streams import Collector, EpochFeed
 
 
 @pytest.mark.parametrize(

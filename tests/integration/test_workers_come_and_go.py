@@ -29,9 +29,9 @@ from anabranch.core.settings import DEFAULT_CONTROL_PORT
 from anabranch.wire import keyring
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.messages import OpenJob, Request
-from described import assert_described
-from livequery import WAIT_S, LiveQuery, is_gone, wait_until, worker_process
-from redisserver import running_redis
+from support.described import assert_described
+from support.live_query import WAIT_S, LiveQuery, is_gone, wait_until, worker_process
+from support.redis_server import running_redis
 
 Run = Callable[..., tuple[int, str, str]]
 

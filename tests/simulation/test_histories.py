@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from sim_application import Application
-from sim_families import undisturbed
-from sim_faults import Rescale
-from sim_history import draw_history
-from sim_runs import EPOCHS, ONLY, SCALE, quick_histories, run_family
+
+from simulated.application import Application
+from simulated.families import undisturbed
+from simulated.faults import Rescale
+from simulated.history import draw_history
+from simulated.runs import EPOCHS, ONLY, SCALE, quick_histories, run_family
 
 #: What has to happen in the histories, so that it is no accident that nothing goes wrong there.
 CORNERS = (

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from sim_runs import CHANGES, ONLY, SCALE, quick_histories, run_family
+
+from simulated.runs import CHANGES, ONLY, SCALE, quick_histories, run_family
 
 #: What has to happen in the histories, so that it is no accident that nothing goes wrong there.
 CORNERS = (

@@ -11,16 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sim_families import (
-    draw_broken,
-    draw_losses,
-    draw_rerun,
-    draw_timed,
-    draw_volatile,
-)
-from sim_finding import is_found
-from sim_history import draw_history
-from sim_runs import Draw
 
 from anabranch.control.membership import change as changing
 from anabranch.core import epoch_events, requests
@@ -30,6 +20,16 @@ from anabranch.core.transactions import TransactionMachine
 from anabranch.engine.runner import EpochInput, EpochRunner
 from anabranch.worker.server.deferred_changes import DeferredChanges
 from anabranch.worker.server.job import WorkerJob
+from simulated.families import (
+    draw_broken,
+    draw_losses,
+    draw_rerun,
+    draw_timed,
+    draw_volatile,
+)
+from simulated.finding import is_found
+from simulated.history import draw_history
+from simulated.runs import Draw
 
 HANDLE = TransactionMachine.handle
 STAGE = TransactionMachine._stage

@@ -8,17 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from sim_families import (
-    draw_chains,
-    draw_losses,
-    draw_moves,
-    draw_slow,
-    draw_strays,
-)
-from sim_finding import is_found
-from sim_redis import draw_set_back, draw_shared
-from sim_runs import Draw
-from sim_state import DictKnown
 
 from anabranch.core.errors import AnabranchError
 from anabranch.core.transactions import TransactionMachine
@@ -29,6 +18,17 @@ from anabranch.worker.transfer.checkpoint_transfer import CheckpointTransfer
 from anabranch.worker.transfer.group_ownership import GroupOwnership, Sources, Variable
 from anabranch.worker.transfer.peer_transfer import PeerTransfer
 from anabranch.worker.transfer.sources import Hashes
+from simulated.families import (
+    draw_chains,
+    draw_losses,
+    draw_moves,
+    draw_slow,
+    draw_strays,
+)
+from simulated.finding import is_found
+from simulated.redis import draw_set_back, draw_shared
+from simulated.runs import Draw
+from simulated.state import DictKnown
 
 ADOPT = GroupOwnership._adopt
 ASSIGN = GroupOwnership.assign

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_state import DictKnown, DictMerge, DictState
 
 from anabranch.core.errors import EpochError
 from anabranch.core.eventtime import EventTime
@@ -19,6 +18,7 @@ from anabranch.worker.compaction import _Values
 from anabranch.worker.state.entry_merge import EntryMerge
 from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import open_store
+from simulated.state import DictKnown, DictMerge, DictState
 
 GROUPS = 4
 _NUMBER = pa.schema([("n", pa.int64())])

@@ -15,17 +15,17 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.checkpoint.written_checkpoint import WrittenCheckpoint, entries_of
 
 from anabranch.checkpoint import Storage, claim_generation, clean_up, paths, read_manifest, state_files, verify
 from anabranch.checkpoint.savepoints import read_savepoint
 from anabranch.checkpoint.snapshots import read_snapshot, snapshot_epochs
 from anabranch.cli import main
 from anabranch.cli.checkpoint import epoch_ranges
-from anabranch.control.epochs.executor import savepoints
+from anabranch.control.epochs import savepoints
 from anabranch.core.ids import Epoch, Generation, StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.worker.compaction import compact
+from support.written_checkpoint import WrittenCheckpoint, entries_of
 
 FIRST = Generation(1)
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"

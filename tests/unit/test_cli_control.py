@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import typer
-from tests.unit.control.http_job import MemoryJob
 
 from anabranch import cli
 from anabranch.cli import jobs as cli_control
@@ -23,6 +22,7 @@ from anabranch.cli.job_api import JobApi
 from anabranch.control.http.server import ControlServer
 from anabranch.core.errors import EpochError, LostWorkerError
 from anabranch.wire.credentials import Credentials
+from support.http_job import MemoryJob
 
 Run = Callable[..., tuple[int, str, str]]
 

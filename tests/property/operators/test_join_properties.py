@@ -7,11 +7,11 @@ from collections import Counter
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from join_model import Case, Model, TaskHarness
 
 from anabranch.operators.join.pairs import pairs_of
 from anabranch.operators.join.predicate import LEFT, RIGHT
 from anabranch.operators.join.sides import JoinType
+from support.join_model import Case, Model, TaskHarness
 
 offsets = st.none() | st.integers(-30, 30)
 cases = st.builds(Case, how=st.sampled_from(JoinType), offsets_ms=st.tuples(offsets, offsets))

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from windowed_state import Row, WindowedState, hash_of, run_epoch
 
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec, VariableKind, VariableSpec
@@ -21,6 +20,7 @@ from anabranch.operators.dedup.stage import VARIABLE as SEEN
 from anabranch.operators.session.intervals import reduced, united
 from anabranch.operators.session.stage import VARIABLE as SESSIONS
 from anabranch.operators.session.stage import _SessionTask
+from support.windowed_state import Row, WindowedState, hash_of, run_epoch
 
 TIME = pa.timestamp("us", tz="UTC")
 KEYS = st.sampled_from([None, "a", "b", "c", "dd", "ee"])

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from anabranch.worker.stores.redis import RedisConnection, connect
-from redisserver import running_redis
+from support.redis_server import running_redis
 
 
 @pytest.fixture(scope="session")

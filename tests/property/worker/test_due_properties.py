@@ -18,7 +18,7 @@ from anabranch.worker.state import due_index as due
 from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import open_store
 from anabranch.worker.stores.redis import RedisConnection
-from redisserver import WholeStore
+from support.redis_server import WholeStore
 
 GROUPS = 4
 TIMES = (-(2**63), -5, 0, 1, 2, 3, 7, 2**63 - 1)

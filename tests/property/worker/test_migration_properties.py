@@ -17,7 +17,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from migrating_state import (
+
+from anabranch.core.schemas import HASH, Op, VariableKind
+from anabranch.worker.state.variable_state import VariableState
+from anabranch.worker.stores import open_store
+from anabranch.worker.transfer.peer_transfer import PeerTransfer
+from support.migrating_state import (
     BY_VALUE,
     Change,
     Checkpoint,
@@ -33,11 +38,6 @@ from migrating_state import (
     layout_of,
     looked_up,
 )
-
-from anabranch.core.schemas import HASH, Op, VariableKind
-from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
-from anabranch.worker.transfer.peer_transfer import PeerTransfer
 
 GROUPS = 8
 #: Four keys for each of eight hashes, in six of the key groups.

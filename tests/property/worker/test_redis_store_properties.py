@@ -14,7 +14,7 @@ from anabranch.core.schemas import HASH, INDEX, OP, Layout, Op, VariableKind, Va
 from anabranch.worker.state.rows import Rows, VariableCodec
 from anabranch.worker.stores import redis, redis_connection, redis_rows
 from anabranch.worker.stores.redis import RedisConnection, RedisStore, delete_prefix
-from redisserver import new_prefix
+from support.redis_server import new_prefix
 
 GROUPS = 4
 KEYS = range(10)

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import arrow_strategies as arrow
 import numpy as np
 import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.worker.state.codec import RowCodec, from_objects, take, to_objects
+from support import arrow_strategies as arrow
 
 
 @st.composite

@@ -7,7 +7,6 @@ from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
-import arrow_strategies as arrow
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -20,7 +19,8 @@ from anabranch.core.schemas import HASH, INDEX, OP, POSITION, Layout, Op, Variab
 from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import open_store
 from anabranch.worker.stores.redis import RedisConnection
-from redisserver import WholeStore
+from support import arrow_strategies as arrow
+from support.redis_server import WholeStore
 
 Row = dict[str, Any]
 #: Of each key, by its frozen form, the entries: frozen value by frozen sub-key.

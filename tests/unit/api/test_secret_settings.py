@@ -15,7 +15,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.settings import Settings
 from anabranch.wire.credentials import Credentials
 from anabranch.worker.server.process import WorkerOptions
-from certificates import Authority
+from support.certificates import Authority
 
 URL = "redis://ann:geheim@db:6379/0"
 

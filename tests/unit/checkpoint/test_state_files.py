@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from written_checkpoint import WrittenCheckpoint
 
 from anabranch.checkpoint import (
     FORMAT_VERSION,
@@ -25,6 +24,7 @@ from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import NO_EPOCH, Epoch, Generation, JobId, RouteVersion, StageNumber, WorkerId
 from anabranch.core.requests import Run
 from anabranch.core.schemas import StageSpec
+from support.written_checkpoint import WrittenCheckpoint
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from anabranch.checkpoint import Storage
 from anabranch.core.errors import CheckpointError
-from s3server import S3Server, running_s3
+from support.s3_server import S3Server, running_s3
 
 #: More than what opening a file reads of it, and more than one part of a copy.
 LARGE = bytes(range(256)) * (20 * 2**20 // 256)

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from written_checkpoint import WrittenCheckpoint
 
 from anabranch.checkpoint import Storage, claim_generation, paths, read_manifest, write_manifest
 from anabranch.checkpoint.cleanup import clean_up
@@ -20,6 +19,7 @@ from anabranch.checkpoint.verify import Report, describe, verify
 from anabranch.core.ids import Epoch, Generation
 from anabranch.core.schemas import StageSpec
 from anabranch.worker.compaction import compact
+from support.written_checkpoint import WrittenCheckpoint
 
 FIRST = Generation(1)
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from worker_stand_in import NoSupply, StandIn, membership
 
 from anabranch.checkpoint.generations import claim_generation
 from anabranch.checkpoint.manifests import manifest_epochs, read_manifest
@@ -17,6 +16,7 @@ from anabranch.core.errors import CheckpointError, EpochError, FencedError, Lost
 from anabranch.core.ids import Epoch, StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.core.settings import Settings
+from support.worker_stand_in import NoSupply, StandIn, membership
 
 VARIABLE = VariableSpec("v", VariableKind.VALUE, pa.schema([("n", pa.int64())]))
 SPEC = StageSpec(StageNumber(1), "stage1", pa.schema([("k", pa.int64())]), (VARIABLE,))

@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from rescaling import wait_until
 
 from anabranch.checkpoint.manifests import manifest_epochs
 from anabranch.checkpoint.statefiles import StateFiles
@@ -15,6 +14,7 @@ from anabranch.control.epochs.durability import Durability
 from anabranch.control.owned_checkpoint import Committed, OwnedCheckpoint, claim
 from anabranch.core.ids import NO_EPOCH, Epoch, RouteVersion
 from anabranch.core.requests import Run
+from support.rescaling import wait_until
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
-from tests.unit.control.http_asking import ask
-from tests.unit.control.http_job import MemoryJob
 
 from anabranch.control.http.access import Access, Asked, is_loopback
 from anabranch.control.http.server import ControlServer
 from anabranch.wire.credentials import Credentials
+from support.http_asking import ask
+from support.http_job import MemoryJob
 
 NEAR, FAR = "127.0.0.1", "192.0.2.7"
 TOKEN = "geheim-ß"

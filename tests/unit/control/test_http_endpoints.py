@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.unit.control.http_asking import ask, send_bytes
-from tests.unit.control.http_job import MemoryJob
 
 from anabranch.control.http.app import CALLS_AT_ONCE
 from anabranch.control.http.endpoints import ENDPOINTS
@@ -30,6 +28,8 @@ from anabranch.core.errors import (
     WorkerError,
 )
 from anabranch.wire.credentials import Credentials
+from support.http_asking import ask, send_bytes
+from support.http_job import MemoryJob
 
 
 @pytest.fixture(scope="module")

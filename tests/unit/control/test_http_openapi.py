@@ -8,8 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
-from tests.unit.control.http_asking import ask
-from tests.unit.control.http_job import MemoryJob
 
 from anabranch.control.http.access import Access
 from anabranch.control.http.app import ControlApp
@@ -17,7 +15,9 @@ from anabranch.control.http.endpoints import ENDPOINTS, Endpoint, Field
 from anabranch.control.http.openapi import SCHEMAS, description
 from anabranch.control.http.server import ControlServer
 from anabranch.wire.credentials import Credentials
-from described import assert_described
+from support.described import assert_described
+from support.http_asking import ask
+from support.http_job import MemoryJob
 
 FIELDS = [field for each in ENDPOINTS for field in (*each.in_path, *each.in_query, *each.in_body)]
 

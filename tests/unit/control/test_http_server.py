@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 import pytest
-from tests.unit.control.http_asking import Answer, ask
-from tests.unit.control.http_job import MemoryJob
 
 from anabranch.control.http.server import ControlServer
 from anabranch.core.errors import SettingsError
 from anabranch.wire.credentials import Credentials
+from support.http_asking import Answer, ask
+from support.http_job import MemoryJob
 
 Start = Callable[..., ControlServer]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from worker_stand_in import NoSupply, StandIn, Supply, membership
 
 from anabranch.checkpoint.generations import claim_generation, generation_info, latest_generation
 from anabranch.checkpoint.routes import newest_route
@@ -23,6 +22,7 @@ from anabranch.core.ids import Generation, StageNumber, WorkerId
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.core.settings import Settings
 from anabranch.wire.messages import Assign
+from support.worker_stand_in import NoSupply, StandIn, Supply, membership
 
 VARIABLE = VariableSpec("v", VariableKind.VALUE, pa.schema([("n", pa.int64())]))
 SPEC = StageSpec(StageNumber(1), "stage1", pa.schema([("k", pa.int64())]), (VARIABLE,))

@@ -5,7 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rescaling import (
+
+from anabranch.control.coordinator import Coordinator
+from anabranch.core.errors import CheckpointError, EpochError, LostWorkerError
+from anabranch.core.ids import WorkerId
+from anabranch.core.membership_events import RescaleState
+from anabranch.wire import messages
+from support.rescaling import (
     KEY_GROUPS,
     FailingSupply,
     Make,
@@ -18,13 +24,7 @@ from rescaling import (
     wait_until,
     wait_until_started,
 )
-from worker_stand_in import NoSupply, StandIn, Supply, membership
-
-from anabranch.control.coordinator import Coordinator
-from anabranch.core.errors import CheckpointError, EpochError, LostWorkerError
-from anabranch.core.ids import WorkerId
-from anabranch.core.membership_events import RescaleState
-from anabranch.wire import messages
+from support.worker_stand_in import NoSupply, StandIn, Supply, membership
 
 
 @pytest.fixture

@@ -4,7 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rescaling import (
+
+from anabranch.checkpoint.routes import newest_route
+from anabranch.checkpoint.storage import Storage
+from anabranch.core.drain_rate import ROWS_AT_FIRST
+from anabranch.core.ids import WorkerId
+from anabranch.core.membership_events import RescaleState
+from anabranch.core.routes import moves
+from anabranch.wire import messages
+from support.rescaling import (
     KEY_GROUPS,
     LoadedStandIn,
     Make,
@@ -17,15 +25,7 @@ from rescaling import (
     run,
     wait_until_started,
 )
-from worker_stand_in import NoSupply, StandIn, Supply
-
-from anabranch.checkpoint.routes import newest_route
-from anabranch.checkpoint.storage import Storage
-from anabranch.core.drain_rate import ROWS_AT_FIRST
-from anabranch.core.ids import WorkerId
-from anabranch.core.membership_events import RescaleState
-from anabranch.core.routes import moves
-from anabranch.wire import messages
+from support.worker_stand_in import NoSupply, StandIn, Supply
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rescaling import Make, making, rescale, run, wait_until_started
-from worker_stand_in import StandIn, Supply
 
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.membership.cluster import Cluster
@@ -13,6 +11,8 @@ from anabranch.core.change_timing import POSTPONED_MAX
 from anabranch.core.errors import CheckpointError
 from anabranch.core.membership_events import RescaleState
 from anabranch.runtime.threads import THREADS
+from support.rescaling import Make, making, rescale, run, wait_until_started
+from support.worker_stand_in import StandIn, Supply
 
 #: From one epoch to the next.
 DISTANCE_S = 10.0

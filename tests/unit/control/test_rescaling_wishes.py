@@ -4,7 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rescaling import (
+
+from anabranch.core.errors import SettingsError
+from anabranch.core.ids import WorkerId
+from anabranch.core.membership_events import RescaleState
+from anabranch.wire.messages import OpenJob
+from support.rescaling import (
     KEY_GROUPS,
     LoadedStandIn,
     Make,
@@ -17,12 +22,7 @@ from rescaling import (
     wait_until,
     wait_until_started,
 )
-from worker_stand_in import StandIn, Supply, membership
-
-from anabranch.core.errors import SettingsError
-from anabranch.core.ids import WorkerId
-from anabranch.core.membership_events import RescaleState
-from anabranch.wire.messages import OpenJob
+from support.worker_stand_in import StandIn, Supply, membership
 
 
 @pytest.fixture

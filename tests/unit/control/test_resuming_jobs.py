@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from worker_stand_in import StandIn, membership
 
 from anabranch.checkpoint.manifests import ChangeFile, Manifest, manifest_epochs, write_manifest
 from anabranch.checkpoint.routes import newest_route
@@ -18,6 +17,7 @@ from anabranch.core.requests import Run
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.wire.credentials import Credentials
 from anabranch.wire.messages import Assign, OpenJob
+from support.worker_stand_in import StandIn, membership
 
 VARIABLE = VariableSpec("v", VariableKind.VALUE, pa.schema([("n", pa.int64())]))
 SPEC = StageSpec(StageNumber(1), "stage1", pa.schema([("k", pa.int64())]), (VARIABLE,))

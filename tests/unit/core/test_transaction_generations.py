@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from transaction_worker import G1, G2, ONE, Worker, committed, run_id
 
 from anabranch.core.errors import WorkerError
 from anabranch.core.ids import NO_EPOCH, Epoch
@@ -27,6 +26,7 @@ from anabranch.core.requests import (
     Run,
     RunId,
 )
+from support.transaction_worker import G1, G2, ONE, Worker, committed, run_id
 
 
 @pytest.fixture

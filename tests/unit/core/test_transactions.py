@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from transaction_worker import ONE, OTHER, TWO, Worker, committed, run_id
 
 from anabranch.core.ids import NO_EPOCH, Epoch, Partition, StageNumber
 from anabranch.core.requests import (
@@ -27,6 +26,7 @@ from anabranch.core.requests import (
     StagePartition,
     WriteChangeFiles,
 )
+from support.transaction_worker import ONE, OTHER, TWO, Worker, committed, run_id
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from process_model import ModelState, batches_of, fields, rows_in
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
 from anabranch.core.errors import EpochError
@@ -16,6 +15,7 @@ from anabranch.operators.groupstate.processor import GroupProgram, GroupStatePro
 from anabranch.operators.groupstate.run import run_groups
 from anabranch.operators.process import FrameSettings, TimeMode, declare_state
 from anabranch.operators.process.timers import TIMERS
+from support.process_model import ModelState, batches_of, fields, rows_in
 
 KEY = pa.schema([("id", pa.int32())])
 OUTPUT = fields(id="integer", seen="string")

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from process_model import fields, run_epochs
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import to_arrow_schema
@@ -22,6 +21,7 @@ from pyspark.sql.streaming.tws_tester import TwsTester
 from pyspark.sql.types import StructType
 
 from anabranch.operators.process import FrameSettings
+from support.process_model import fields, run_epochs
 
 OUTPUT = "line STRING, n INT, price DECIMAL(10,2), at TIMESTAMP, tags ARRAY<STRING>, point STRUCT<x: INT, y: STRING>"
 STATE = (

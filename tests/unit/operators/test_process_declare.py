@@ -7,7 +7,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from process_model import fields
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.stateful_processor import (
     ListState,
@@ -35,6 +34,7 @@ from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.operators.process import TimeMode, check_output_mode, checked_time_mode, declare_state
+from support.process_model import fields
 
 KEY = pa.schema([("id", pa.string())])
 COUNT = fields(count="long")

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from process_model import fields, run_epochs
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 from pyspark.sql.types import (
     ArrayType,
@@ -30,6 +29,7 @@ from anabranch.core.errors import EpochError
 from anabranch.operators.process import FrameSettings
 from anabranch.operators.process import frame_input as frame_input_module
 from anabranch.operators.process.frame_input import slicer_of
+from support.process_model import fields, run_epochs
 
 KEY = pa.schema([("id", pa.string())])
 COUNTS = fields(id="string", count="long")

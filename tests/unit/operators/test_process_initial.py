@@ -7,12 +7,12 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pytest
-from process_model import fields, run_epochs
 from pyspark.sql import Row
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
 from anabranch.core.errors import EpochError
 from anabranch.operators.process import FrameSettings, TimeMode
+from support.process_model import fields, run_epochs
 
 KEY = pa.schema([("id", pa.string())])
 OUTPUT = fields(id="string", total="long")

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from process_script import LIST, Act, Scripted, run, sent
 from pyspark.errors import PySparkRuntimeError
 
 from anabranch.core.schemas import Op
+from support.process_script import LIST, Act, Scripted, run, sent
 
 
 def test_a_list_lives_from_epoch_to_epoch() -> None:

@@ -5,14 +5,14 @@
 from typing import Any
 
 import pytest
-from process_model import fields, run_epochs
-from process_script import ITEMS, KEY, OUTPUT, Scripted, run, sent
 from pyspark.errors import PySparkException
 from pyspark.sql import Row
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 from pyspark.sql.types import ArrayType, MapType, StringType
 
 from anabranch.core.schemas import Op
+from support.process_model import fields, run_epochs
+from support.process_script import ITEMS, KEY, OUTPUT, Scripted, run, sent
 
 
 def test_a_map_lives_from_epoch_to_epoch() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from process_model import fields, run_epochs
-from process_script import Calling
 from pyspark.sql import Row
 from pyspark.sql.types import (
     ArrayType,
@@ -22,6 +20,8 @@ from pyspark.sql.types import (
 )
 
 from anabranch.core.errors import EpochError
+from support.process_model import fields, run_epochs
+from support.process_script import Calling
 
 COUNTS = fields(id="string", count="long")
 

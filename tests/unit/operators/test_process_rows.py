@@ -10,8 +10,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from process_model import ModelState, batches_of, fields, run_epochs
-from process_script import Calling
 from pyspark import cloudpickle
 from pyspark.sql import Row
 from pyspark.sql.streaming.stateful_processor import (
@@ -25,6 +23,8 @@ from pyspark.sql.types import (
 from anabranch.core.errors import EpochError
 from anabranch.core.ids import StageNumber
 from anabranch.operators.process import Program, declare_state, run_rows
+from support.process_model import ModelState, batches_of, fields, run_epochs
+from support.process_script import Calling
 
 KEY = pa.schema([("id", pa.string())])
 COUNTS = fields(id="string", count="long")

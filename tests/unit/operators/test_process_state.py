@@ -4,14 +4,14 @@ import re
 from typing import Any
 
 import pytest
-from process_model import fields, run_epochs
-from process_script import EXISTS, GET, ITEMS, KEY, LIST, OUTPUT, Act, Scripted, run, set_value
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
 from anabranch.core.errors import EpochError
 from anabranch.core.schemas import OP, Op, VariableKind
 from anabranch.operators.process.variable import Asked
+from support.process_model import fields, run_epochs
+from support.process_script import EXISTS, GET, ITEMS, KEY, LIST, OUTPUT, Act, Scripted, run, set_value
 
 
 def test_state_belongs_to_the_current_key() -> None:

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from process_model import ModelState, fields, run_epochs
 from pyspark.sql import Row
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
 from anabranch.core.errors import EpochError
 from anabranch.operators.process import FrameSettings, TimeMode
 from anabranch.operators.process.timers import TIMERS
+from support.process_model import ModelState, fields, run_epochs
 
 KEY = pa.schema([("id", pa.string())])
 OUTPUT = fields(id="string", seen="string")

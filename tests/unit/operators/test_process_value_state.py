@@ -5,14 +5,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from process_model import fields
-from process_script import EXISTS, GET, Act, Scripted, run, sent, set_value
 from pyspark.errors import PySparkException, PySparkRuntimeError
 from pyspark.sql import Row
 from pyspark.sql.types import ArrayType, StringType
 
 from anabranch.core.errors import EpochError
 from anabranch.core.schemas import Op
+from support.process_model import fields
+from support.process_script import EXISTS, GET, Act, Scripted, run, sent, set_value
 
 
 def test_a_value_lives_from_epoch_to_epoch() -> None:

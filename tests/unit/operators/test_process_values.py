@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from process_model import fields, run_epochs
 from pyspark.errors import PySparkTypeError
 from pyspark.sql import Row
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
@@ -38,6 +37,8 @@ from pyspark.sql.types import (
     TimestampType,
     TimeType,
 )
+
+from support.process_model import fields, run_epochs
 
 KEY = pa.schema([("id", pa.string())])
 D = decimal.Decimal

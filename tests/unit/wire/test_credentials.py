@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from anabranch.core.errors import SettingsError
 from anabranch.core.settings import Settings
 from anabranch.wire.credentials import Credentials, is_loopback_host
-from certificates import Authority
+from support.certificates import Authority
 
 
 @pytest.fixture

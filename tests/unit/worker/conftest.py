@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from state_workers import Driver, MakeDriver, making
 
 from anabranch.core.schemas import Layout
 from anabranch.worker.stores import Store, open_store
 from anabranch.worker.stores.redis import RedisConnection, connect
-from redisserver import WholeStore, running_redis
+from support.redis_server import WholeStore, running_redis
+from support.state_workers import Driver, MakeDriver, making
 
 
 @pytest.fixture(scope="session")

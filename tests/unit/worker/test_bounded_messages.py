@@ -12,15 +12,15 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keyed_state import KEY_GROUPS, KEYS, SPEC, STAGE, Entries, changes_to, entries, keys_table
 from pyarrow import flight
-from state_workers import CREDENTIALS, JOB, Driver, MakeDriver, Service, fell_back, making, owned_by
 
 from anabranch.core.errors import WorkerError
 from anabranch.core.schemas import INDEX
 from anabranch.wire import frames, messages
 from anabranch.wire.routed import Answers, Expiry, RoutedState, Routing, StageAccess
 from anabranch.worker.state.variable_state import VariableState
+from support.keyed_state import KEY_GROUPS, KEYS, SPEC, STAGE, Entries, changes_to, entries, keys_table
+from support.state_workers import CREDENTIALS, JOB, Driver, MakeDriver, Service, fell_back, making, owned_by
 
 #: What a message has beside the rows: its header, the schema of each table, and the padding of each column.
 ROOM_BYTES = 6_000

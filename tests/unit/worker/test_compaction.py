@@ -10,7 +10,6 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.unit.checkpoint.written_checkpoint import WrittenCheckpoint, entries_of
 
 from anabranch.checkpoint import Storage, claim_generation, paths
 from anabranch.checkpoint.snapshots import Snapshot, read_snapshot, read_snapshot_rows, snapshot_epochs
@@ -20,6 +19,7 @@ from anabranch.core.ids import NO_EPOCH, Epoch, Generation, StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.worker import compaction
 from anabranch.worker.compaction import compact, export, main, state_rows
+from support.written_checkpoint import WrittenCheckpoint, entries_of
 
 FIRST = Generation(1)
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from keyed_state import KEY_GROUPS, KEYS, SPEC, STAGE, Entries, entries, from_answers, group_of, keys_table
-from state_workers import Driver, MakeDriver, fell_back, owned_by
 
 from anabranch.wire import messages
 from anabranch.wire.routed import DUE, EXPIRED
+from support.keyed_state import KEY_GROUPS, KEYS, SPEC, STAGE, Entries, entries, from_answers, group_of, keys_table
+from support.state_workers import Driver, MakeDriver, fell_back, owned_by
 
 EVEN = frozenset(range(0, KEY_GROUPS, 2))
 LATER = 1_000_000

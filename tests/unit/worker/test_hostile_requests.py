@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from keyed_state import KEYS, SPEC, STAGE, changes_to, entries, keys_table
 from pyarrow import flight
-from state_workers import CREDENTIALS, JOB, Driver, MakeDriver, changed
 
 from anabranch.core.errors import WorkerError
 from anabranch.wire import messages
@@ -20,6 +18,8 @@ from anabranch.wire.credentials import Credentials
 from anabranch.wire.frames import pack
 from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.stores.shared import prefix_of
+from support.keyed_state import KEYS, SPEC, STAGE, changes_to, entries, keys_table
+from support.state_workers import CREDENTIALS, JOB, Driver, MakeDriver, changed
 
 Send = Callable[..., Any]
 

@@ -8,12 +8,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from tests.unit.control.http_job import MemoryJob
 
 from anabranch.control.http.server import ControlServer
 from anabranch.core.errors import LostWorkerError, SettingsError, WorkerError
 from anabranch.wire.credentials import Credentials
 from anabranch.worker.server.registration import find_job, join, reachable_address
+from support.http_job import MemoryJob
 
 ADDRESS = "127.0.0.1:7077"
 

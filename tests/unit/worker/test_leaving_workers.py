@@ -2,9 +2,8 @@
 
 import threading
 
-from state_workers import JOB, Driver, MakeDriver, wait_until
-
 from anabranch.wire import messages
+from support.state_workers import JOB, Driver, MakeDriver, wait_until
 
 SELDOM_MS = 600_000
 #: Long enough for a worker that does not wait to be gone.

@@ -10,12 +10,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from keyed_state import KEY_GROUPS, STAGE, Entries
-from state_workers import Driver, Worker, fell_back, owned_by, start, wait_until
 
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import INDEX, Op, StageSpec, VariableKind, VariableSpec
 from anabranch.wire import messages
+from support.keyed_state import KEY_GROUPS, STAGE, Entries
+from support.state_workers import Driver, Worker, fell_back, owned_by, start, wait_until
 
 EVEN = frozenset(range(0, KEY_GROUPS, 2))
 COUNT = 64

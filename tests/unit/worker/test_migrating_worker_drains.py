@@ -5,13 +5,13 @@ from collections.abc import Collection, Mapping
 
 import pyarrow as pa
 import pytest
-from keyed_state import KEY_GROUPS, KEYS, KEYS_OF_GROUP, SPEC, STAGE, Entries, entries, group_of, keys_table
-from state_workers import Driver, MakeDriver, owned_by, wait_until
 
 from anabranch.core.errors import WorkerError
 from anabranch.core.schemas import GROUP
 from anabranch.wire import messages
 from anabranch.worker.stores.memory import MemoryStore
+from support.keyed_state import KEY_GROUPS, KEYS, KEYS_OF_GROUP, SPEC, STAGE, Entries, entries, group_of, keys_table
+from support.state_workers import Driver, MakeDriver, owned_by, wait_until
 
 EVEN, ODD = frozenset(range(0, KEY_GROUPS, 2)), frozenset(range(1, KEY_GROUPS, 2))
 

@@ -5,14 +5,14 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
-from keyed_state import KEY_GROUPS, KEYS, entries, group_of, keys_table
-from state_workers import CREDENTIALS, JOB, Driver, MakeDriver, Worker, changed, fell_back, owned_by, wait_until
 
 from anabranch.control.membership.launcher import EmbeddedWorkers
 from anabranch.core.errors import AnabranchError, CheckpointError
 from anabranch.wire import messages
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.credentials import Credentials
+from support.keyed_state import KEY_GROUPS, KEYS, entries, group_of, keys_table
+from support.state_workers import CREDENTIALS, JOB, Driver, MakeDriver, Worker, changed, fell_back, owned_by, wait_until
 
 EVEN, ODD = frozenset(range(0, KEY_GROUPS, 2)), frozenset(range(1, KEY_GROUPS, 2))
 

@@ -1,11 +1,21 @@
 """Real workers whose key groups change owners while epochs run: every key is, at every moment, what it should be."""
 
 import pytest
-from keyed_state import KEY_GROUPS, KEYS, KEYS_OF_GROUP, Entries, entries, from_answers, group_of, hash_of, keys_table
-from state_workers import JOB, Driver, MakeDriver, changed, fell_back, owned_by
 
 from anabranch.core.errors import EpochError, FencedError, WorkerError
 from anabranch.wire import messages
+from support.keyed_state import (
+    KEY_GROUPS,
+    KEYS,
+    KEYS_OF_GROUP,
+    Entries,
+    entries,
+    from_answers,
+    group_of,
+    hash_of,
+    keys_table,
+)
+from support.state_workers import JOB, Driver, MakeDriver, changed, fell_back, owned_by
 
 EVEN, ODD = frozenset(range(0, KEY_GROUPS, 2)), frozenset(range(1, KEY_GROUPS, 2))
 

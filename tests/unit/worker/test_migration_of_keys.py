@@ -6,7 +6,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
-from tests.property.worker.migrating_state import (
+
+from anabranch.core.errors import AnabranchError, LostWorkerError
+from anabranch.core.schemas import HASH, Op, VariableKind
+from anabranch.worker.state.variable_state import VariableState
+from anabranch.worker.stores import open_store
+from anabranch.worker.transfer.peer_transfer import PeerTransfer, _between_keys
+from support.migrating_state import (
     Change,
     Checkpoint,
     Frozen,
@@ -19,12 +25,6 @@ from tests.property.worker.migrating_state import (
     layout_of,
     looked_up,
 )
-
-from anabranch.core.errors import AnabranchError, LostWorkerError
-from anabranch.core.schemas import HASH, Op, VariableKind
-from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
-from anabranch.worker.transfer.peer_transfer import PeerTransfer, _between_keys
 
 GROUPS = 8
 #: The first three share a hash; the next two share a key group with nobody.

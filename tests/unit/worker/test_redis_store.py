@@ -15,7 +15,7 @@ from anabranch.worker.state.rows import Changes, Keys, Rows, VariableCodec
 from anabranch.worker.stores import redis_connection as connections
 from anabranch.worker.stores import redis_rows
 from anabranch.worker.stores.redis import RedisConnection, RedisStore, connect, delete_prefix
-from redisserver import RedisServer, new_prefix, running_redis, running_redis_cluster
+from support.redis_server import RedisServer, new_prefix, running_redis, running_redis_cluster
 
 KEY_GROUPS = 16
 ALL = range(KEY_GROUPS)

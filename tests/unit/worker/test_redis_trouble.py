@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from keyed_state import KEY_GROUPS, KEYS, KEYS_OF_GROUP, entries
-from state_workers import CREDENTIALS, JOB, Driver, Service, Worker, changed, owned_by, wait_until
 
 from anabranch.core.errors import WorkerError
 from anabranch.wire import messages
@@ -17,7 +15,9 @@ from anabranch.wire.client import WorkerClient
 from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.stores.redis import RedisConnection
 from anabranch.worker.transfer.group_ownership import GroupOwnership
-from redisserver import RedisServer, running_redis
+from support.keyed_state import KEY_GROUPS, KEYS, KEYS_OF_GROUP, entries
+from support.redis_server import RedisServer, running_redis
+from support.state_workers import CREDENTIALS, JOB, Driver, Service, Worker, changed, owned_by, wait_until
 
 FIRST_HALF, SECOND_HALF = range(KEY_GROUPS // 2), range(KEY_GROUPS // 2, KEY_GROUPS)
 

@@ -12,11 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import state_workers
-from keyed_state import KEYS
-from state_workers import MakeDriver, changed
-from tests.unit.control.http_asking import send_bytes
-from tests.unit.control.http_job import MemoryJob
 
 from anabranch.cli.job_api import JobApi
 from anabranch.control.http.server import ControlServer
@@ -29,7 +24,12 @@ from anabranch.wire.messages import Health
 from anabranch.worker.server.registration import join
 from anabranch.worker.server.service import StateService
 from anabranch.worker.stores.options import StoreOptions
-from certificates import Authority
+from support import state_workers
+from support.certificates import Authority
+from support.http_asking import send_bytes
+from support.http_job import MemoryJob
+from support.keyed_state import KEYS
+from support.state_workers import MakeDriver, changed
 
 
 @pytest.fixture

@@ -7,9 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sim_checks import Checks, offsets
-from sim_driver import Driver
-from sim_faults import (
+from anabranch.checkpoint.rewind import rewind
+from anabranch.checkpoint.routes import newest_route
+from anabranch.checkpoint.savepoints import start_from
+from anabranch.checkpoint.sparklog import last_committed_epoch
+from anabranch.checkpoint.statefiles import state_files
+from anabranch.core.errors import AnabranchError
+from anabranch.core.ids import Epoch, WorkerId
+from anabranch.wire.routed import StageAccess
+from anabranch.worker.state import job_state as jobstate
+from simulated.checks import Checks, offsets
+from simulated.driver import Driver
+from simulated.faults import (
     BreakStorage,
     CrashDeparting,
     CrashDriver,
@@ -26,25 +35,15 @@ from sim_faults import (
     TakeSavepoint,
     Waiting,
 )
-from sim_history import History
-from sim_job import Batch
-from sim_network import Network
-from sim_observation import observers
-from sim_redis import BreakRedis, RedisTrouble, RestartRedis, SaveRedis
-from sim_shortcuts import Place, replaced, shortcuts
-from sim_storage import Disk, SimStorage, plain_files
-from sim_workers import BrokenMemoryError, WorkerProcess
-from sim_world import Process, World
-
-from anabranch.checkpoint.rewind import rewind
-from anabranch.checkpoint.routes import newest_route
-from anabranch.checkpoint.savepoints import start_from
-from anabranch.checkpoint.sparklog import last_committed_epoch
-from anabranch.checkpoint.statefiles import state_files
-from anabranch.core.errors import AnabranchError
-from anabranch.core.ids import Epoch, WorkerId
-from anabranch.wire.routed import StageAccess
-from anabranch.worker.state import job_state as jobstate
+from simulated.history import History
+from simulated.job import Batch
+from simulated.network import Network
+from simulated.observation import observers
+from simulated.redis import BreakRedis, RedisTrouble, RestartRedis, SaveRedis
+from simulated.shortcuts import Place, replaced, shortcuts
+from simulated.storage import Disk, SimStorage, plain_files
+from simulated.workers import BrokenMemoryError, WorkerProcess
+from simulated.world import Process, World
 
 #: More are never needed, whatever goes wrong before them.
 DRIVERS_MAX = 40

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from oracle import Oracle, Result, differences, names_and_types
 from pyspark.sql import Column, DataFrame, SparkSession
-from streams import EpochFeed
+
+from support.oracle import Oracle, Result, differences, names_and_types
+from support.streams import EpochFeed
 
 QUANTILES = (0.0, 0.01, 0.25, 0.5, 0.9, 1.0)
 Epochs = list[list[tuple[Any, ...]]]

@@ -2,7 +2,7 @@
 
 Waits fit simulated time, drains take small steps, and what costs most is replaced by something that does the same:
 descriptions of stages travel as they are, files are not looked through for older columns, and state is kept in
-dictionaries (``sim_state``), unless a history wants that of production.
+dictionaries (``simulated.state``), unless a history wants that of production.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from functools import cache
 from typing import Any
 
 import pyarrow as pa
-from sim_state import DictMerge, DictState
 
 from anabranch.checkpoint import changes, paths, snapshots
-from anabranch.control.epochs.executor import maintenance as maintenance
+from anabranch.control.epochs import maintenance
 from anabranch.control.membership import assignment as assigning
 from anabranch.core.schemas import Layout, StageSpec
 from anabranch.wire import frames, routed
@@ -28,6 +27,7 @@ from anabranch.worker.stores import Store
 from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.transfer import drain
 from anabranch.worker.transfer import group_ownership as ownership
+from simulated.state import DictMerge, DictState
 
 #: About what a row of a message takes.
 _ROW_BYTES = 24

@@ -6,9 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from sim_faults import BreakStorage
-from sim_job import COUNT, TIMERS, Batch, Model
-from sim_storage import SimStorage
 
 from anabranch.checkpoint import paths
 from anabranch.checkpoint.generations import generation_info, latest_generation
@@ -19,10 +16,13 @@ from anabranch.core.errors import CheckpointError, EpochError
 from anabranch.core.ids import Epoch, Generation
 from anabranch.core.schemas import StageSpec
 from anabranch.worker.compaction import state_rows
+from simulated.faults import BreakStorage
+from simulated.job import COUNT, TIMERS, Batch, Model
+from simulated.storage import SimStorage
 
 if TYPE_CHECKING:
-    from sim_application import Application
-    from sim_driver import Driver
+    from simulated.application import Application
+    from simulated.driver import Driver
 
 State = dict[tuple[str, int], tuple[int, ...]]
 Sink = dict[int, tuple[tuple[int, int], ...]]

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
-from process_model import ModelState, fields, run_epochs
 from pyspark.sql import Row
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 from pyspark.sql.types import StructType
+
+from support.process_model import ModelState, fields, run_epochs
 
 KEY = pa.schema([("id", pa.string())])
 OUTPUT = fields(id="string", seen="string")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sim_faults import Fault, draw_fault
-from sim_job import Kind
-
 from anabranch.core.settings import Settings
+from simulated.faults import Fault, draw_fault
+from simulated.job import Kind
 
 
 @dataclass(frozen=True)

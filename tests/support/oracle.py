@@ -15,9 +15,9 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql.types import StructType
-from streams import Collector, EpochFeed, quick_checkpoints
 
 import anabranch
+from support.streams import Collector, EpochFeed, quick_checkpoints
 
 WAIT_S = 240
 

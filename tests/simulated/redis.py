@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from greenlet import GreenletExit
-from sim_faults import CrashDriver, CrashWorker, Fault, Leave, Rescale, RestartWorker, Waiting, draw_silence
-from sim_history import History, draw_history
-from sim_world import Process
 
 from anabranch.worker.stores import redis_scripts as scripts
 from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.stores.redis import RedisConnection
 from anabranch.worker.stores.redis_connection import Command
-from redisserver import RedisServer, running_redis
+from simulated.faults import CrashDriver, CrashWorker, Fault, Leave, Rescale, RestartWorker, Waiting, draw_silence
+from simulated.history import History, draw_history
+from simulated.world import Process
+from support.redis_server import RedisServer, running_redis
 
 if TYPE_CHECKING:
-    from sim_application import Application
+    from simulated.application import Application
 
 
 #: How calls fail: without effect, after they took effect, after a part of them did, or then with their process.

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from worker_stand_in import NoSupply, StandIn, Supply, membership
 
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.membership.members import Member
@@ -22,6 +21,7 @@ from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.core.settings import Settings
 from anabranch.wire import messages
+from support.worker_stand_in import NoSupply, StandIn, Supply, membership
 
 VARIABLE = VariableSpec("v", VariableKind.VALUE, pa.schema([("n", pa.int64())]))
 SPEC = StageSpec(StageNumber(1), "stage1", pa.schema([("k", pa.int64())]), (VARIABLE,))

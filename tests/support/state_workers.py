@@ -14,7 +14,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from keyed_state import KEY_GROUPS, KEYS, SPEC, STAGE, Entries, changes_to, entries, from_answers, group_of, keys_table
 from pyarrow import flight
 
 from anabranch.core.errors import AnabranchError
@@ -26,6 +25,18 @@ from anabranch.wire.frames import unpack
 from anabranch.worker.server.service import StateService
 from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.transfer.group_ownership import GroupOwnership
+from support.keyed_state import (
+    KEY_GROUPS,
+    KEYS,
+    SPEC,
+    STAGE,
+    Entries,
+    changes_to,
+    entries,
+    from_answers,
+    group_of,
+    keys_table,
+)
 
 JOB = "0123456789abcdef0123456789abcdef"
 CREDENTIALS = Credentials("secret")

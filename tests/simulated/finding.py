@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sim_application import Application
-from sim_history import History
-from sim_runs import Draw, quick_histories
-
 from anabranch.core.errors import AnabranchError
+from simulated.application import Application
+from simulated.history import History
+from simulated.runs import Draw, quick_histories
 
 #: Within this many histories every mistake must be found.
 HISTORIES_MAX = 1000

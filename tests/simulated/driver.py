@@ -10,13 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sim_job import Batch
-from sim_spark import SimSpark, SparkError, SparkWork
-from sim_storage import SimStorage
-from sim_tasks import Executors
-from sim_workers import BrokenMemoryError, Supply, member_of
-from sim_world import Process
-
 from anabranch.checkpoint import rewind
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.membership.members import Membership
@@ -28,9 +21,15 @@ from anabranch.core.errors import AnabranchError, FencedError
 from anabranch.core.ids import Epoch, WorkerId
 from anabranch.engine.runner import EpochRunner
 from anabranch.worker.compaction import compact
+from simulated.job import Batch
+from simulated.spark import SimSpark, SparkError, SparkWork
+from simulated.storage import SimStorage
+from simulated.tasks import Executors
+from simulated.workers import BrokenMemoryError, Supply, member_of
+from simulated.world import Process
 
 if TYPE_CHECKING:
-    from sim_application import Application
+    from simulated.application import Application
 
 #: How often a query that is idle looks for something to do.
 _WATCH_S = 0.05

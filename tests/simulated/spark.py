@@ -11,10 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from sim_job import TABLES, WEIGHT, Batch, hash_of, sink_rows, weight_in
-from sim_storage import SimStorage
-from sim_tasks import Executors, Told, keys_table, value_changes
-from sim_world import Process, SimFuture
 
 from anabranch.checkpoint import paths
 from anabranch.core.errors import CheckpointError
@@ -24,11 +20,14 @@ from anabranch.engine.runner import EpochInput, EpochRunner, Stopwatch, complete
 from anabranch.engine.tables import TableKeeper
 from anabranch.engine.task_epoch import TaskEpoch
 from anabranch.wire.routed import RoutedState, StageAccess
+from simulated.job import TABLES, WEIGHT, Batch, hash_of, sink_rows, weight_in
+from simulated.storage import SimStorage
+from simulated.tasks import Executors, Told, keys_table, value_changes
+from simulated.world import Process, SimFuture
 
 if TYPE_CHECKING:
-    from sim_application import Application
-
     from anabranch.control.coordinator import Coordinator
+    from simulated.application import Application
 
 #: How long Spark looks for new rows at a time.
 _LOOK_S = 0.02

@@ -7,14 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from sim_world import Process, SimFuture, World
 
 from anabranch.core.errors import AnabranchError, LostWorkerError, WorkerError
 from anabranch.wire.client import _ERROR_KINDS
 from anabranch.wire.messages import Request
+from simulated.world import Process, SimFuture, World
 
 if TYPE_CHECKING:
-    from sim_workers import WorkerProcess
+    from simulated.workers import WorkerProcess
 
 #: Beyond this many lost or repeated messages the network behaves, so that every history ends.
 FAULTS_MAX = 25

@@ -11,9 +11,8 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
-from sim_shortcuts import Place
 
-from anabranch.control.epochs.executor import maintenance as maintenance
+from anabranch.control.epochs import maintenance
 from anabranch.core import epoch_events, requests
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, FencedError, WorkerError
@@ -22,6 +21,7 @@ from anabranch.core.transactions import TransactionMachine
 from anabranch.worker.server.job import WorkerJob
 from anabranch.worker.transfer.group_ownership import GroupOwnership
 from anabranch.worker.transfer.peer_transfer import PeerTransfer
+from simulated.shortcuts import Place
 
 Seen = Counter[str]
 

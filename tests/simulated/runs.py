@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import sim_families as families
-from sim_application import Application
-from sim_history import History, draw_history
-from sim_redis import draw_shared
+from simulated import families as families
+from simulated.application import Application
+from simulated.history import History, draw_history
+from simulated.redis import draw_shared
 
 #: The share of all histories that is run. More than 1 runs more than 10,000.
 SCALE = float(os.environ.get("ANABRANCH_SIMULATION_SCALE", "1"))

@@ -5,11 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from sim_network import SimClient
-from sim_redis import SharedStores
-from sim_shortcuts import SimStores
-from sim_storage import SimStorage
-from sim_world import Process
 
 from anabranch.control.membership.members import Member
 from anabranch.core.errors import AnabranchError, WorkerError
@@ -19,9 +14,14 @@ from anabranch.wire.messages import Request
 from anabranch.worker.parts import WorkerParts
 from anabranch.worker.server.jobs import WorkerJobs
 from anabranch.worker.stores.options import StoreOptions
+from simulated.network import SimClient
+from simulated.redis import SharedStores
+from simulated.shortcuts import SimStores
+from simulated.storage import SimStorage
+from simulated.world import Process
 
 if TYPE_CHECKING:
-    from sim_application import Application
+    from simulated.application import Application
 
 
 class BrokenMemoryError(MemoryError):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sim_faults import (
+from simulated.faults import (
     BreakStorage,
     CrashDeparting,
     CrashDriver,
@@ -26,7 +26,7 @@ from sim_faults import (
     draw_silence,
     draw_storage,
 )
-from sim_history import History, draw_history
+from simulated.history import History, draw_history
 
 Makers = Sequence[Callable[[float], Fault]]
 

@@ -6,7 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from sim_job import (
+
+from anabranch.core.errors import AnabranchError, EpochError
+from anabranch.core.schemas import INDEX, Op, StageSpec
+from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.wire.routed import Answers, Expiry, RoutedState, Routing, StageAccess
+from simulated.job import (
     COUNT,
     NOTHING,
     SUM,
@@ -20,16 +25,11 @@ from sim_job import (
     second_key,
     summed,
 )
-from sim_network import SimClient
-from sim_world import Process
-
-from anabranch.core.errors import AnabranchError, EpochError
-from anabranch.core.schemas import INDEX, Op, StageSpec
-from anabranch.engine.task_epoch import TaskEpoch
-from anabranch.wire.routed import Answers, Expiry, RoutedState, Routing, StageAccess
+from simulated.network import SimClient
+from simulated.world import Process
 
 if TYPE_CHECKING:
-    from sim_application import Application
+    from simulated.application import Application
 
 Told = dict[int, list[int]]
 

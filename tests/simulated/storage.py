@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from sim_world import BEGINNING_S, Process, World
 
 from anabranch.checkpoint import changes, documents, manifests, snapshots
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.worker.server import job
+from simulated.world import BEGINNING_S, Process, World
 
 #: How long a call takes about, and how many take any time at all: in which others slip in.
 CALL_S = 0.0008

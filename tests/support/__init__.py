@@ -1,0 +1,1 @@
+"""What tests share: models, stand-ins, real servers and running queries."""
