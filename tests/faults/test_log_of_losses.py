@@ -17,7 +17,7 @@ from soak.jobs import JOBS, make_files
 from soak.places import Places
 
 from anabranch.engine.spark import loss_log as losslog
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 from support.live_query import LiveQuery, wait_until
 
 #: Nobody looks whether workers are alive: the tasks of an epoch find out.

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from anabranch.checkpoint.manifests import newest_route
 from anabranch.checkpoint.rewind import rewind
-from anabranch.checkpoint.routes import newest_route
 from anabranch.checkpoint.savepoints import start_from
 from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.checkpoint.statefiles import state_files

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from anabranch.checkpoint import paths
 from anabranch.checkpoint.generations import generation_info, latest_generation
-from anabranch.checkpoint.routes import load_route
+from anabranch.checkpoint.manifests import load_route
 from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.checkpoint.statefiles import Documents, StateFiles, state_files
 from anabranch.core.errors import CheckpointError, EpochError

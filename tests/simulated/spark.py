@@ -18,7 +18,7 @@ from anabranch.core.ids import Epoch
 from anabranch.core.schemas import INDEX
 from anabranch.engine.runner import EpochInput, EpochRunner, Stopwatch, complete_missing
 from anabranch.engine.tables import TableKeeper
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 from anabranch.wire.routed import RoutedState, StageAccess
 from simulated.job import TABLES, WEIGHT, Batch, hash_of, sink_rows, weight_in
 from simulated.storage import SimStorage

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from anabranch.core.errors import AnabranchError, EpochError
 from anabranch.core.schemas import INDEX, Op, StageSpec
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 from anabranch.wire.routed import Answers, Expiry, RoutedState, Routing, StageAccess
 from simulated.job import (
     COUNT,

@@ -12,7 +12,7 @@ import pyarrow as pa
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec, VariableKind, VariableSpec
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 from anabranch.operators.join.predicate import LEFT, RIGHT, Call, Operand, Place
 from anabranch.operators.join.sides import VARIABLES, Eviction, JoinType, RowTime, Side
 from anabranch.operators.join.task import JoinTask

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from anabranch.core.eventtime import EventTime
 from anabranch.core.schemas import OP, Op, StageSpec
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 from anabranch.wire.routed import Answers, Expiry
 
 Row = tuple[Any, ...]

@@ -14,14 +14,16 @@ from pyspark.sql.types import StructType
 
 from anabranch.api.broadcast import BroadcastTable, table_argument, with_broadcast
 from anabranch.api.grouped import GroupedStream
-from anabranch.api.joins import UNION_METHODS, check_static_join, is_stream, join_streams, unite_streams
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.segments import Operation
 from anabranch.engine.spark.python_daemon import use_own_python
+from anabranch.operators.aggregate.catalyst import sql_of
 from anabranch.operators.dedup.build import build_dedup
+from anabranch.operators.join.build import build_join
 from anabranch.plan.explain import explain_logical
 from anabranch.plan.pipeline import Pipeline
-from anabranch.plan.validation import bound_columns_explained, check_stage_options
+from anabranch.plan.unbounded import unbounded
+from anabranch.plan.validation import bound_columns_explained, check_stage_names, check_stage_options
 
 if TYPE_CHECKING:
     from anabranch.api.writer import StreamWriter
@@ -36,6 +38,9 @@ STATELESS_METHODS = (
 #: Sorting makes sense where a whole result goes out: in complete mode, after the last stateful stage.
 SORTING_METHODS = ("orderBy", "sort")
 _STATEFUL_METHODS = ("groupBy", "agg", "dropDuplicates", "dropDuplicatesWithinWatermark", "distinct")
+#: Join types that need all rows of the static side to be matched or not, which a stream never knows.
+_REFUSED_WITH_STATIC = ("right", "rightouter", "outer", "full", "fullouter")
+_UNION_METHODS = ("union", "unionAll", "unionByName")
 #: Not possible on streams; what to do instead.
 REFUSED_METHODS = {
     "limit": "A limit over a whole stream is not supported; limit the rows in foreachBatch.",
@@ -183,9 +188,9 @@ class Stream:
         table of ``withBroadcast``, as it is in each epoch."""
         if isinstance(other, BroadcastTable):
             other = table_argument(self, other)
-        if is_stream(other):
-            return join_streams(self, other, on, how)
-        check_static_join(how)
+        if _is_stream(other):
+            return _join_streams(self, other, on, how)
+        _check_static_join(how)
         given = {name: value for name, value in (("on", on), ("how", how)) if value is not None}
         return self._apply("join", (other,), given)
 
@@ -228,17 +233,16 @@ class Stream:
 
     def _apply(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Stream:
         after_state = bool(self._pipeline.segments)
-        if method == "crossJoin" and is_stream(arguments[0]):
+        if method == "crossJoin" and _is_stream(arguments[0]):
             raise UnsupportedError("Two streams have no end, and cannot be joined row by row. Use join with a key.")
-        if method in UNION_METHODS and (united := unite_streams(self, method, arguments, keywords)) is not None:
+        if method in _UNION_METHODS and (united := _unite_streams(self, method, arguments, keywords)) is not None:
             return united
         plain = tuple(_plain(argument, method, after_state) for argument in arguments)
         named = {name: _plain(value, method, after_state) for name, value in keywords.items()}
         if method == "withWatermark" and after_state:
             raise UnsupportedError("withWatermark comes before the first stateful operation. Move it up.")
         operation = Operation(method, plain, named)
-        staged = self._pipeline.with_stage(str(operation))
-        staged = _spread(staged)
+        staged = _spread(self._pipeline.with_stage(str(operation)))
         if not after_state:
             applied = staged.with_operation(operation)
             return type(self)(applied, applied.source)
@@ -260,13 +264,13 @@ class Stream:
 
 
 def replay(operation: Operation, sample: DataFrame) -> DataFrame:
-    """Try an operation on an empty DataFrame, so that mistakes show when the query is built."""
+    """Tries an operation on an empty DataFrame, so that mistakes show when the query is built."""
     with bound_columns_explained(operation.method, sample.columns):
         return operation.apply(sample)
 
 
 def _spread(pipeline: Pipeline) -> Pipeline:
-    """A named, stateless stage with a parallelism of its own starts by spreading its rows."""
+    """Lets a named, stateless stage with a parallelism of its own start by spreading its rows."""
     stage = pipeline.stages[-1]
     if stage.parallelism is None or len(stage.operations) != 1:
         return pipeline
@@ -274,7 +278,7 @@ def _spread(pipeline: Pipeline) -> Pipeline:
 
 
 def _plain(value: Any, method: str, after_state: bool) -> Any:
-    """DataFrame arguments as Spark wants them."""
+    """Turns an argument that is a stream of ours into the DataFrame that Spark wants."""
     if isinstance(value, Stream):
         if not value.isStreaming:
             return value._sample
@@ -284,3 +288,63 @@ def _plain(value: Any, method: str, after_state: bool) -> Any:
     if after_state and isinstance(value, DataFrame) and value.isStreaming:
         raise UnsupportedError(f"{method} with a second stream is not supported. Use join or union.")
     return value
+
+
+def _is_stream(other: Any) -> bool:
+    """Tells whether the other side of a join or union is a stream, ours or Spark's."""
+    return isinstance(other, Stream | DataFrame) and other.isStreaming
+
+
+def _join_streams(left: Stream, other: Any, on: Any, how: str | None) -> Stream:
+    """Joins two streams in a stage whose state holds the rows that wait for a match."""
+    right = stream(other)
+    with bound_columns_explained("join", [*left.columns, *right.columns]):
+        # Without a condition Spark refuses the join in its own words.
+        joined = _unbounded(left).join(_unbounded(right), list(on) if isinstance(on, tuple) else on, how)
+    pipeline, inputs = left._pipeline.meeting(right._pipeline, _text(right, on, how))
+    check_stage_names(pipeline)
+    stage, sides = build_join(pipeline.stages[-1], joined)
+    read = tuple(each if isinstance(each, int) else sides[side] for side, each in enumerate(inputs))
+    return Stream(pipeline.with_stateful(stage, joined, read), joined)
+
+
+def _unite_streams(left: Stream, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Stream | None:
+    """Unites streams of which one has state, as Spark cannot before it hands over rows; returns None for others."""
+    given = dict(keywords)
+    other, *options = arguments or (given.pop("other", None),)
+    if not _is_stream(other) or not (left.has_state or (isinstance(other, Stream) and other.has_state)):
+        return None
+    right = stream(other)
+    union = Operation(method, tuple(options), given)
+    sample = Operation(method, (right._sample, *options), given).apply(left._sample)
+    pipeline, inputs = left._pipeline.meeting(right._pipeline, f"{method}({', '.join(_before(right))})")
+    check_stage_names(pipeline)
+    return Stream(pipeline.with_union(union, sample, inputs), sample)
+
+
+def _unbounded(side: Stream) -> DataFrame:
+    """Returns a side of a join as Spark has to see it to judge the join."""
+    segments = side._pipeline.segments
+    return unbounded(segments[-1]) if segments else side._pipeline.source
+
+
+def _check_static_join(how: Any) -> None:
+    """Refuses the joins that Spark refuses between a stream and static rows."""
+    if isinstance(how, str) and how.lower().replace("_", "") in _REFUSED_WITH_STATIC:
+        raise UnsupportedError(
+            f"A {how} join of a stream with a static DataFrame is not supported: which static rows have no match is "
+            "known only at the end of the stream. Use inner, left, left_semi or left_anti."
+        )
+
+
+def _text(right: Stream, on: Any, how: str | None) -> str:
+    """Returns the join as explain shows it, with the operations of the other stream before it."""
+    listed = on if isinstance(on, list | tuple) else [on]
+    columns = ", ".join(sql_of(column) if isinstance(column, Column) else str(column) for column in listed)
+    return f"join({', '.join([*_before(right), f'on [{columns}]', how or 'inner'])})"
+
+
+def _before(right: Stream) -> list[str]:
+    """Returns the operations of the other stream, unless it has stages of its own in the query."""
+    operations = [operation for stage in right._pipeline.stages for operation in stage.operations]
+    return [] if right.has_state else [" -> ".join(operations)]

@@ -9,14 +9,13 @@ from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
-from anabranch.api.late import LateTarget, choose_late_rows
 from anabranch.api.locations import TemporaryFolder, qualified
 from anabranch.api.query import StreamQuery
 from anabranch.api.settings import is_setting, resolve_settings
-from anabranch.api.sinks import TablePlace, choose_sink
+from anabranch.api.sinks import LateTarget, TablePlace, choose_late_rows, choose_sink
 from anabranch.api.start import start_query
-from anabranch.checkpoint.comparison import former_places
 from anabranch.checkpoint.job import stages_of
+from anabranch.checkpoint.shapes import former_places
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, SettingsError, UnsupportedError
 from anabranch.core.settings import Settings

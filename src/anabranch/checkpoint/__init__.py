@@ -15,13 +15,15 @@ from anabranch.checkpoint.manifests import (
     ChangeFile,
     Manifest,
     chain,
+    load_route,
     manifest_epochs,
+    newest_route,
     read_manifest,
     remove_after,
+    save_route,
     write_manifest,
 )
 from anabranch.checkpoint.paths import change_file, variable_folder
-from anabranch.checkpoint.routes import load_route, newest_route, save_route
 from anabranch.checkpoint.snapshots import (
     Snapshot,
     SnapshotFile,

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from anabranch.checkpoint import documents, evolution, paths
-from anabranch.checkpoint.comparison import differences
 from anabranch.checkpoint.generations import check_generation
-from anabranch.checkpoint.shapes import Shape
+from anabranch.checkpoint.shapes import Shape, differences
 from anabranch.checkpoint.sparklog import has_offsets, last_committed_epoch
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, UnsupportedError

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from anabranch.checkpoint import ChangeFile, JobDescription, StateFiles, Storage, paths, read_job, state_files
 from anabranch.checkpoint.cleanup import clean_up
-from anabranch.checkpoint.ddl import schema_in_words
+from anabranch.checkpoint.evolution import schema_in_words
 from anabranch.checkpoint.generations import generation_info, latest_generation
 from anabranch.checkpoint.sparklog import has_offsets, last_committed_epoch
 from anabranch.checkpoint.statefiles import Documents

@@ -28,10 +28,10 @@ from anabranch.control.parts import PRODUCTION, DriverParts
 from anabranch.control.resume import Resumed
 from anabranch.control.stage_access import make_accesses
 from anabranch.core import epoch_events as events
-from anabranch.core.change_timing import ChangeTiming
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, FencedError
 from anabranch.core.ids import Epoch, Partition, StageNumber
+from anabranch.core.pacing import ChangeTiming
 from anabranch.core.requests import StagePartition
 from anabranch.core.routes import Route, owners_of_partitions
 from anabranch.core.schemas import StageSpec

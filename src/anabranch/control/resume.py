@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from anabranch.checkpoint.generations import check_generation
+from anabranch.checkpoint.manifests import newest_route, save_route
 from anabranch.checkpoint.rewind import newest_durable_epoch, rewind
-from anabranch.checkpoint.routes import newest_route, save_route
 from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.checkpoint.statefiles import StateFiles, state_files
 from anabranch.control.membership.assignment import Assignment, carry_out, wipe_shared_store

@@ -14,7 +14,7 @@ from pyspark.sql.types import StructType
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine.spark import python_worker as pythonworker
 from anabranch.engine.stages import EpochContext
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 from anabranch.wire.routed import Answers, Expiry
 
 #: What a stage's plan may depend on: a batch is the first epoch, and the only one.

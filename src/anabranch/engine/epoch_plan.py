@@ -10,11 +10,10 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 
 from anabranch.engine.late import LateRows, without_rows
-from anabranch.engine.segments import Segment, is_chain
+from anabranch.engine.segments import Segment, StreamInputs, is_chain
 from anabranch.engine.spark.templates import Templates
 from anabranch.engine.stages import EpochContext, StatefulStage
-from anabranch.engine.stream_inputs import StreamInputs
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 from anabranch.wire.routed import StageAccess
 
 

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, StructField, StructType, TimestampNTZType
 
 from anabranch.core.errors import EpochError
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 
 #: Beside the projected columns of a stage that needs only some of a row: the row as it came, and an id of it where the
 #: projection makes several of one, as overlapping windows do.

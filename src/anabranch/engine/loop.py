@@ -21,15 +21,13 @@ from anabranch.engine.runner import (
     Stopwatch,
     complete_missing,
 )
-from anabranch.engine.segments import Segment, watermark_delays_ms
+from anabranch.engine.segments import Segment, StreamInputs, watermark_delays_ms
 from anabranch.engine.sinks import Sink
 from anabranch.engine.spark.templates import Templates
 from anabranch.engine.spark.ticks import Ticks
 from anabranch.engine.stages import EpochContext
-from anabranch.engine.stream_inputs import StreamInputs
 from anabranch.engine.tables import TableKeeper
-from anabranch.engine.task_epoch import TaskEpoch
-from anabranch.engine.tasks import spare_size_checks
+from anabranch.engine.tasks import TaskEpoch, spare_size_checks
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from anabranch.core.errors import EpochError, FencedError, LostWorkerError
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 from anabranch.wire.routed import StageAccess
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from pyspark.sql import DataFrame, SparkSession
 from anabranch.core.errors import EpochError
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import StageSpec
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 from anabranch.wire.routed import RoutedState, StageAccess
 
 #: Versions of tables that a task's process keeps in the form in which user code reads them.

@@ -13,7 +13,7 @@ from anabranch.checkpoint import (
     create_or_check,
     read_job,
 )
-from anabranch.checkpoint.ddl import schema_in_words
+from anabranch.checkpoint.evolution import schema_in_words
 from anabranch.core.errors import CheckpointError, UnsupportedError
 from anabranch.core.ids import JobId, StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind

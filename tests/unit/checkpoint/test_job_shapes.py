@@ -18,8 +18,8 @@ from anabranch.checkpoint import (
     read_job,
     write_manifest,
 )
-from anabranch.checkpoint.comparison import former_places
 from anabranch.checkpoint.job import deleted_variables, save_shape
+from anabranch.checkpoint.shapes import former_places
 from anabranch.core.errors import CheckpointError, FencedError
 from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion, StageNumber
 from anabranch.core.requests import Run

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from anabranch.checkpoint.generations import claim_generation, generation_info, latest_generation
-from anabranch.checkpoint.routes import newest_route
+from anabranch.checkpoint.manifests import newest_route
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.owned_checkpoint import claim

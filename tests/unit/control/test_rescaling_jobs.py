@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.checkpoint.routes import newest_route
+from anabranch.checkpoint.manifests import newest_route
 from anabranch.checkpoint.storage import Storage
-from anabranch.core.drain_rate import ROWS_AT_FIRST
 from anabranch.core.ids import WorkerId
 from anabranch.core.membership_events import RescaleState
+from anabranch.core.pacing import ROWS_AT_FIRST
 from anabranch.core.routes import moves
 from anabranch.wire import messages
 from support.rescaling import (

@@ -7,9 +7,9 @@ import pytest
 
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.membership.cluster import Cluster
-from anabranch.core.change_timing import POSTPONED_MAX
 from anabranch.core.errors import CheckpointError
 from anabranch.core.membership_events import RescaleState
+from anabranch.core.pacing import POSTPONED_MAX
 from anabranch.runtime.threads import THREADS
 from support.rescaling import Make, making, rescale, run, wait_until_started
 from support.worker_stand_in import StandIn, Supply

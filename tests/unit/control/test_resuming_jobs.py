@@ -5,8 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from anabranch.checkpoint.manifests import ChangeFile, Manifest, manifest_epochs, write_manifest
-from anabranch.checkpoint.routes import newest_route
+from anabranch.checkpoint.manifests import ChangeFile, Manifest, manifest_epochs, newest_route, write_manifest
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.membership.members import Membership, discover
 from anabranch.control.owned_checkpoint import OwnedCheckpoint, claim

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.core.drain_rate import (
+from anabranch.core.pacing import (
     FASTER,
     NOT_LONG,
     ROWS_AT_FIRST,

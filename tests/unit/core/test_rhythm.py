@@ -2,7 +2,7 @@
 
 import pytest
 
-from anabranch.core.change_timing import POSTPONED_MAX, ChangeTiming
+from anabranch.core.pacing import POSTPONED_MAX, ChangeTiming
 
 
 def after(*begins_s: float, duration_s: float = 0.2) -> ChangeTiming:

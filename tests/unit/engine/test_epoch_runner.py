@@ -11,7 +11,7 @@ import pytest
 
 from anabranch.core.errors import EpochError, FencedError, LostWorkerError
 from anabranch.engine.runner import EpochInput, EpochRunner, Stopwatch
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 
 
 @dataclass

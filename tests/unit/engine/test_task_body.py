@@ -9,8 +9,7 @@ import pytest
 from pyspark import TaskContext
 
 from anabranch.core.errors import EpochError
-from anabranch.engine.task_epoch import TaskEpoch
-from anabranch.engine.tasks import run_task
+from anabranch.engine.tasks import TaskEpoch, run_task
 
 
 class Access:

@@ -5,7 +5,7 @@ from typing import Any
 
 from anabranch.engine.segments import Segment, watermark_delays_ms
 from anabranch.engine.stages import Clock
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 
 
 def stage(number: int, output_delay_ms: int = 0, clock: Clock = Clock.EVENT_TIME) -> Any:

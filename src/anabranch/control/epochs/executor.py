@@ -14,10 +14,10 @@ from anabranch.control.epochs.folded import ChangeFigures
 from anabranch.control.membership.cluster import Cluster
 from anabranch.control.owned_checkpoint import OwnedCheckpoint
 from anabranch.core import epoch_events as events
-from anabranch.core.drain_rate import DrainRate
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, CheckpointError, EpochError, FencedError, LostWorkerError
 from anabranch.core.ids import Attempt, Epoch, Partition, StageNumber, WorkerId
+from anabranch.core.pacing import DrainRate
 from anabranch.core.requests import Refusal, StageAttempt
 from anabranch.core.settings import Settings
 from anabranch.runtime.scheduler import Future, Scheduler

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from anabranch.checkpoint.routes import save_route
+from anabranch.checkpoint.manifests import save_route
 from anabranch.control.epochs.durability import Durability
 from anabranch.control.membership.assignment import Assignment, carry_out
 from anabranch.control.membership.members import Member

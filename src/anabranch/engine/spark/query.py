@@ -10,7 +10,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from anabranch.core.errors import EpochError
 from anabranch.engine.runner import LOST_WORKER
 from anabranch.engine.spark.ticks import TICK
-from anabranch.engine.task_epoch import FIRST_WATERMARK_MS
+from anabranch.engine.tasks import FIRST_WATERMARK_MS
 
 _ATTACH_TIMEOUT_S = 60.0
 #: In the offsets of the ticks, and of no other source.

@@ -19,10 +19,8 @@ from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, Op, StageSpec
 from anabranch.engine.late import LateKind, carried_columns, project_and_carry, time_type
-from anabranch.engine.placement import PARTITION, place
 from anabranch.engine.stages import Clock, EpochContext
-from anabranch.engine.task_epoch import TaskEpoch
-from anabranch.engine.tasks import run_in_tasks
+from anabranch.engine.tasks import PARTITION, TaskEpoch, place, run_in_tasks
 from anabranch.operators.aggregate.functions import AggregateFunction
 from anabranch.operators.aggregate.merge import How, merge_columns, null_where_overflowed
 from anabranch.operators.keys import key_name, nullable_field

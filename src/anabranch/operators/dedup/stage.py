@@ -18,10 +18,8 @@ from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, Layout, Op, StageSpec
 from anabranch.engine.late import LateKind, time_type
-from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
-from anabranch.engine.task_epoch import TaskEpoch
-from anabranch.engine.tasks import run_in_tasks
+from anabranch.engine.tasks import TaskEpoch, place, run_in_tasks
 from anabranch.operators.aggregate.stage import MAX_ROWS_PER_BATCH, as_changes
 from anabranch.operators.keys import key_name, nullable_field
 from anabranch.operators.matching import rows_of_other_keys

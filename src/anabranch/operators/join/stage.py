@@ -13,9 +13,8 @@ from pyspark.sql.types import StructField, StructType
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine.late import LateKind, time_type
-from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
-from anabranch.engine.tasks import run_in_tasks
+from anabranch.engine.tasks import place, run_in_tasks
 from anabranch.operators.join.catalyst import column_of, renamed
 from anabranch.operators.join.inputs import SIDE, SideInput, slot_name
 from anabranch.operators.join.predicate import Place, Term

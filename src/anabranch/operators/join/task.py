@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from anabranch.core.eventtime import EventTime
 from anabranch.core.schemas import HASH, INDEX, OP, POSITION, Op, StageSpec
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 from anabranch.operators.join.core import Condition, Flags, JoinEpoch, JoinRows, SideOutcome
 from anabranch.operators.join.pairs import Numbers
 from anabranch.operators.join.predicate import LEFT, RIGHT, Operand, Place, Term, holds

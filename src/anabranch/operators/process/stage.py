@@ -18,10 +18,8 @@ from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine.batches import ONLY_EPOCH, Batch
 from anabranch.engine.late import LateKind, kept_columns, time_type
-from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
-from anabranch.engine.task_epoch import TaskEpoch
-from anabranch.engine.tasks import run_in_tasks
+from anabranch.engine.tasks import TaskEpoch, place, run_in_tasks
 from anabranch.operators.keys import WATERMARK, key_name, with_keys
 from anabranch.operators.process.initial import InitialState, UnitedRows
 from anabranch.operators.process.program import Program, TimeMode

@@ -18,10 +18,8 @@ from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, Layout, Op, StageSpec
 from anabranch.engine.late import LateKind, carried_columns, time_type
-from anabranch.engine.placement import PARTITION, place
 from anabranch.engine.stages import Clock, EpochContext
-from anabranch.engine.task_epoch import TaskEpoch
-from anabranch.engine.tasks import run_in_tasks
+from anabranch.engine.tasks import PARTITION, TaskEpoch, place, run_in_tasks
 from anabranch.operators.aggregate.stage import (
     MAX_ROWS_PER_BATCH,
     AggregateStage,

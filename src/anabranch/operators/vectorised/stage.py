@@ -17,10 +17,9 @@ from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, OPERATOR, StageSpec, VariableKind, VariableSpec
 from anabranch.engine.batches import Batch
 from anabranch.engine.late import LateKind
-from anabranch.engine.placement import place
 from anabranch.engine.stages import Clock, EpochContext
 from anabranch.engine.tables import SharedTable
-from anabranch.engine.tasks import run_in_tasks
+from anabranch.engine.tasks import place, run_in_tasks
 from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields, key_name, with_keys
 from anabranch.operators.vectorised.task import KEY, VARIABLE, Process, VectorisedTask
 from anabranch.wire.routed import StageAccess

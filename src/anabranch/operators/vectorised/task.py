@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from anabranch.core.errors import EpochError
 from anabranch.core.schemas import INDEX, Op, StageSpec
 from anabranch.engine.tables import SharedTable
-from anabranch.engine.task_epoch import TaskEpoch
+from anabranch.engine.tasks import TaskEpoch
 from anabranch.operators.process.grouping import Groups, group_rows
 from anabranch.operators.state import StageState
 from anabranch.operators.usercode import user_traceback
