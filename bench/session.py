@@ -19,7 +19,7 @@ from typing import Any
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
-from anabranch.api.locations import FILE_MANAGER, FILE_SYSTEM_BASED
+from anabranch.engine.spark.files import FILE_MANAGER, FILE_SYSTEM_BASED
 
 CORES = 2
 DRIVER_MEMORY = "4g"

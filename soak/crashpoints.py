@@ -19,7 +19,7 @@ from anabranch.control.membership.change import ChangeInProgress
 from anabranch.control.membership.cluster import Cluster
 from anabranch.core import epoch_events as events
 from anabranch.engine.loop import EpochLoop
-from anabranch.engine.sinks import FileSink
+from anabranch.engine.spark.sinks import FileSink
 from soak.places import Places
 
 #: Says where a driver is to crash, such as ``manifest:after:3``: after writing the manifest of epoch 3.

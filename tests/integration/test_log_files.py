@@ -8,7 +8,7 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 import anabranch
-from anabranch.api.locations import FILE_MANAGER, FILE_SYSTEM_BASED
+from anabranch.engine.spark.files import FILE_MANAGER, FILE_SYSTEM_BASED
 from support.streams import EpochFeed
 
 

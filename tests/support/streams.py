@@ -19,7 +19,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 import anabranch
-from anabranch.api.locations import fast_log_files
+from anabranch.engine.spark.files import fast_log_files
 
 
 class EpochFeed:

@@ -20,7 +20,7 @@ VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc", "manager"
 #: Paths, from the project's root, of modules that may sleep. Waiting on an event or a condition can be woken: do that.
 MAY_SLEEP: frozenset[str] = frozenset()
 #: Paths, from the package, of modules and packages whose output is for people.
-MAY_PRINT = ("cli/__init__.py", "demo", "demo.py", "api/stream.py", "api/query.py", "engine/sinks.py")
+MAY_PRINT = ("cli/__init__.py", "demo", "demo.py", "api/stream.py", "api/query.py", "engine/spark/sinks.py")
 LEFTOVER = re.compile(r"\b(TODO|FIXME|XXX)\b")
 PRIVATE_PATH = re.compile(r"(?<![\w.*})])/(?:home|root|Users|work|workspace)/[\w.{<$]")
 #: What makes a decision depend on when or where it is taken. The core is given times and seeds instead.

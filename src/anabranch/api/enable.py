@@ -26,6 +26,8 @@ from anabranch.api.stream import STATELESS_METHODS, Stream, stream
 from anabranch.api.writer import MissingCheckpointError
 from anabranch.checkpoint.job import SparkCheckpointError
 from anabranch.core.errors import UnsupportedError
+from anabranch.engine.spark.frames import frame_parts, grouped_parts, plain, stateful_node
+from anabranch.engine.spark.java import has_own_jvm
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +36,6 @@ _ENABLED = "_anabranch_enabled"
 _SESSION_METHODS = ("sql", "table")
 #: Methods that need no state and that Spark does by itself, as long as they come before the first stateful operation.
 _SPARKS_METHODS = ("observe", "repartitionById", "sample", "sampleBy")
-#: Nodes of Spark's plans that keep no state. A join does, if both of its sides are streams.
-_STATELESS_NODES = frozenset({
-    "CTERelationDef", "CTERelationRef", "CollectMetrics", "EventTimeWatermark", "Expand", "Filter", "Generate", "Join",
-    "MapInArrow", "MapInPandas", "Project", "Repartition", "RepartitionByExpression", "ResolvedHint",
-    "StreamingRelation", "StreamingRelationV2", "SubqueryAlias", "Union", "UnresolvedHint", "View", "WithCTE",
-})  # fmt: skip
 #: Methods of DataFrames that give DataFrames, or group them.
 _FRAME_METHODS = (
     *STATELESS_METHODS, *_SPARKS_METHODS, "agg", "cube", "distinct", "dropDuplicates", "drop_duplicates",
@@ -65,7 +61,7 @@ def enable(spark: SparkSession) -> None:
 
     >>> anabranch.enable(spark)  # doctest: +SKIP
     """
-    if not isinstance(spark, SparkSession) or not hasattr(spark, "_jsparkSession"):
+    if not isinstance(spark, SparkSession) or not has_own_jvm(spark):
         raise UnsupportedError(
             f"anabranch.enable needs a SparkSession of this process, not a {type(spark).__name__}. "
             "Spark Connect is not supported."
@@ -99,23 +95,12 @@ def _followed_view(native_method: Callable[..., DataFrame]) -> Callable[..., Dat
         rows = native_method(*arguments, **keywords)
         if not isinstance(rows, ClassicDataFrame) or not rows.isStreaming:
             return rows
-        found = _stateful_node(rows._jdf.queryExecution().analyzed())
+        found = stateful_node(rows)
         if found is None:
             return _Rows(rows, stream(rows))
         return _Rows(rows, None, f"{found} is in a SQL text or a view. Write it with methods of DataFrames.")
 
     return method
-
-
-def _stateful_node(plan: Any) -> str | None:
-    """A node of a plan that keeps state on a stream, or may do so."""
-    if not plan.isStreaming():
-        return None
-    children = [plan.children().apply(i) for i in range(plan.children().size())]
-    name: str = plan.nodeName()
-    if name not in _STATELESS_NODES or (name == "Join" and all(child.isStreaming() for child in children)):
-        return name
-    return next(filter(None, map(_stateful_node, children)), None)
 
 
 def _tell_progress(self: JStreamingQueryListener, jevent: Any) -> None:
@@ -144,7 +129,7 @@ class _Followed:
             except (UnsupportedError, AnalysisException) as error:
                 obstacle = f"{method}: {error}"
         if isinstance(ours, Stream) and not ours.has_state:
-            ours = ours.on(ClassicDataFrame(native._jdf, native.sparkSession))
+            ours = ours.on(plain(native))
         if isinstance(native, GroupedData):
             return _Grouped(native, ours, obstacle)
         if isinstance(native, DataFrame) and native.isStreaming:
@@ -156,7 +141,7 @@ class _Rows(ClassicDataFrame, _Followed):
     """A streaming DataFrame."""
 
     def __init__(self, native: Any, ours: Stream | None, obstacle: str = "") -> None:
-        ClassicDataFrame.__init__(self, native._jdf, native.sparkSession)
+        ClassicDataFrame.__init__(self, *frame_parts(native))
         _Followed.__init__(self, ours, obstacle)
 
     @property
@@ -168,7 +153,7 @@ class _Grouped(GroupedData, _Followed):
     """The same, grouped."""
 
     def __init__(self, native: GroupedData, ours: GroupedStream | None, obstacle: str) -> None:
-        GroupedData.__init__(self, native._jgd, native._df)
+        GroupedData.__init__(self, *grouped_parts(native))
         _Followed.__init__(self, ours, obstacle)
 
 

@@ -10,14 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from py4j.protocol import Py4JError
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from anabranch.api.control import QueryControl
 from anabranch.api.failures import as_failure, explained
-from anabranch.api.locations import TemporaryFolder
 from anabranch.api.running import Running
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.membership.rescale import Rescale, asked_for, parallelism_after
@@ -25,6 +23,8 @@ from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.membership_events import RescaleState
 from anabranch.core.settings import MAX_PARALLELISM, Settings
+from anabranch.engine.spark.files import TemporaryFolder
+from anabranch.engine.spark.java import JvmCallError
 from anabranch.engine.stages import StatefulStage
 from anabranch.operators.process.timers import TIMERS
 from anabranch.plan.explain import explain_logical, explain_physical, explain_routes
@@ -358,13 +358,13 @@ class StreamQuery:
             spark_query = running.query
             looked_s = time.monotonic()
             # A failed query has ended as well; and a gateway that is gone took Spark with it.
-            with contextlib.suppress(StreamingQueryException, Py4JError, OSError):
+            with contextlib.suppress(StreamingQueryException, JvmCallError, OSError):
                 while not spark_query.awaitTermination(_WATCH_INTERVAL_S):  # type: ignore[arg-type]
                     running.change_while_idle()
                     if time.monotonic() - looked_s >= self.settings.heartbeat_s:
                         self._stop_if_fenced(running)
                         looked_s = time.monotonic()
-            with contextlib.suppress(Py4JError, OSError):
+            with contextlib.suppress(JvmCallError, OSError):
                 if running.goes_on(spark_query):
                     continue
             with self._restarting:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from py4j.protocol import Py4JError
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 
@@ -18,6 +17,7 @@ from anabranch.api.progress import StateOperators
 from anabranch.control.coordinator import Coordinator
 from anabranch.core.errors import AnabranchError
 from anabranch.engine.loop import EpochLoop
+from anabranch.engine.spark.java import JvmCallError
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Running:
                 logger.warning("a driver that was replaced wrote into Spark's logs; Spark's query is started again")
                 earlier = self.progress()
                 self.query = self._restart()
-            except Py4JError as failure:
+            except JvmCallError as failure:
                 logger.warning("Spark's query cannot be started again: %s", failure)
                 return False
             self._conflicts += 1
@@ -130,7 +130,7 @@ class Running:
                 self.coordinator.cluster.on_beat()
         except AnabranchError as error:
             logger.warning("a change among the workers waits for the next epoch: %s", error)
-        except Py4JError as error:
+        except JvmCallError as error:
             logger.info("the next epoch is planned when it comes: %s", error)
         finally:
             self.loop.running.release()

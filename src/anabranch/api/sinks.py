@@ -11,10 +11,10 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import ArrayType, MapType, StructField, StructType, VariantType
 
-from anabranch.api.locations import qualified
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.late import ROW, ROW_ID, SIDE, STAGE, WATERMARK, LateFiles, LateFunction, LateKind, LateRows
-from anabranch.engine.sinks import (
+from anabranch.engine.spark.files import any_exists, exists, qualified
+from anabranch.engine.spark.sinks import (
     FILE_FORMATS,
     ConsoleSink,
     FileSink,
@@ -292,14 +292,7 @@ def _check_flat(kinds: Iterable[LateKind]) -> None:
 
 def _check_unused(spark: SparkSession, path: str, checkpoint: str) -> None:
     """Refuses files of another query: one that begins anew would take their epochs for its own."""
-    jvm: Any = spark._jvm
-    make_path = jvm.org.apache.hadoop.fs.Path
-    configuration = spark._jsc.hadoopConfiguration()
-    offsets, epochs = make_path(f"{checkpoint}/offsets"), make_path(f"{path}/epoch=*")
-    if offsets.getFileSystem(configuration).exists(offsets):
-        return
-    found = epochs.getFileSystem(configuration).globStatus(epochs)
-    if found is not None and len(found):
+    if not exists(spark, f"{checkpoint}/offsets") and any_exists(spark, f"{path}/epoch=*"):
         raise UnsupportedError(
             f"lateRows: {path} has late rows of another query, of which this one would replace epoch after epoch: it "
             "has a new checkpoint. Use another directory, or remove that one."

@@ -15,12 +15,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from anabranch.api.failures import explained
-from anabranch.api.locations import TemporaryFolder, fast_log_files, qualified
 from anabranch.api.progress import StateOperators
 from anabranch.api.query import StreamQuery
 from anabranch.api.running import Running
 from anabranch.checkpoint import rewind
-from anabranch.checkpoint.sinks import shift_of
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.epochs.savepoints import seed
@@ -33,10 +31,11 @@ from anabranch.core.ids import NO_EPOCH, Epoch, StageNumber, WorkerId
 from anabranch.core.settings import Settings
 from anabranch.engine.late import LateRows
 from anabranch.engine.loop import EpochLoop
-from anabranch.engine.sinks import FileSink, Sink
+from anabranch.engine.spark.files import TemporaryFolder, fast_log_files, qualified
 from anabranch.engine.spark.loss_log import leave_out_lost_workers
 from anabranch.engine.spark.python_daemon import use_own_daemon
-from anabranch.engine.spark.query import SparkStream
+from anabranch.engine.spark.query import SparkStream, checkpoint_of
+from anabranch.engine.spark.sinks import FileSink, Sink
 from anabranch.engine.spark.ticks import Ticks
 from anabranch.engine.stages import Clock, table_stage
 from anabranch.engine.tables import TableKeeper
@@ -100,8 +99,7 @@ def start_query(
             if ticks is not None:
                 rows = ticks.added_to(rows)
             if isinstance(sink, FileSink):
-                latest, committed = sink.announce(spark), Epoch(coordinator.committed_epoch)
-                sink.shift = shift_of(owned.storage, owned.spark, sink.path, committed=committed, latest=latest)
+                sink.begin(spark, owned.storage, owned.spark, Epoch(coordinator.committed_epoch))
             _replay(rows, loop, location, stream)
             if ticks is not None and coordinator.committed_epoch != NO_EPOCH:
                 ticks.note_restart()
@@ -291,9 +289,8 @@ def _start_spark(
 
 def _check_one_query_per_checkpoint(spark: SparkSession, location: str) -> None:
     for query in spark.streams.active:
-        jvm_query: Any = query._jsq
-        used = jvm_query.streamingQuery().resolvedCheckpointRoot()
-        if os.path.normpath(str(used).removeprefix("file:")) == os.path.normpath(location.removeprefix("file:")):
+        used = checkpoint_of(query)
+        if os.path.normpath(used.removeprefix("file:")) == os.path.normpath(location.removeprefix("file:")):
             raise EpochError(
                 f"The query {query.name or query.id} is running on the checkpoint {location}. Stop it first: one "
                 "checkpoint belongs to one running query."

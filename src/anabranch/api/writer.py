@@ -9,7 +9,6 @@ from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
-from anabranch.api.locations import TemporaryFolder, qualified
 from anabranch.api.query import StreamQuery
 from anabranch.api.settings import is_setting, resolve_settings
 from anabranch.api.sinks import LateTarget, TablePlace, choose_late_rows, choose_sink
@@ -19,7 +18,8 @@ from anabranch.checkpoint.shapes import former_places
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, SettingsError, UnsupportedError
 from anabranch.core.settings import Settings
-from anabranch.engine.sinks import foreach_function
+from anabranch.engine.spark.files import TemporaryFolder, qualified
+from anabranch.engine.spark.sinks import foreach_function
 from anabranch.plan.pipeline import Pipeline
 from anabranch.plan.validation import check_output_mode
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 from pyspark.sql import DataFrame
@@ -12,7 +11,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from anabranch.core.schemas import HASH, StageSpec
-from anabranch.engine.spark import python_worker as pythonworker
+from anabranch.engine.spark import python_worker
+from anabranch.engine.spark.frames import estimated_bytes
 from anabranch.engine.stages import EpochContext
 from anabranch.engine.tasks import TaskEpoch
 from anabranch.wire.routed import Answers, Expiry
@@ -76,7 +76,7 @@ class Batch:
         only = TaskEpoch(epoch=0, run=0, processing_time_ms=self.processing_time_ms, watermark_ms=_NO_WATERMARK_MS)
 
         def body(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            pythonworker.tune()
+            python_worker.tune()
             yield from task([batch for batch in batches if batch.num_rows], NoState(stage), only)
 
         return placed.mapInArrow(body, schema)
@@ -85,7 +85,5 @@ class Batch:
 def _partitions_of_few(rows: DataFrame) -> int | None:
     """For few rows, one partition for each core: Spark would take fewer. None for many, of which Spark takes as many in
     a partition as fit into memory."""
-    plan: Any = rows._jdf.queryExecution().optimizedPlan()
-    size_bytes = int(str(plan.stats().sizeInBytes()))
     cores = rows.sparkSession.sparkContext.defaultParallelism
-    return cores if size_bytes <= cores * _FEW_BYTES else None
+    return cores if estimated_bytes(rows) <= cores * _FEW_BYTES else None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
 from anabranch.engine.late import LateRows, without_rows
 from anabranch.engine.segments import Segment, StreamInputs, is_chain
+from anabranch.engine.spark.frames import as_read, plan_ahead, run_all_partitions
 from anabranch.engine.spark.templates import Templates
 from anabranch.engine.stages import EpochContext, StatefulStage
 from anabranch.engine.tasks import TaskEpoch
@@ -80,7 +80,7 @@ class EpochPlan:
         variants = self._variants()
         if self._templates.apply(self._accesses, self._context.tables, variants, self._rows) is None:
             kept = self._string_together()
-            kept._jdf.queryExecution().executedPlan()
+            plan_ahead(kept)
             self._templates.remember(variants, self._rows, kept)
 
     def complete(self, missing: Mapping[int, frozenset[int]], epoch: TaskEpoch) -> None:
@@ -138,13 +138,13 @@ class EpochPlan:
         meets = len(sides) > 1
         carry = self._late is not None and number in self._late.kinds
         parts = [
-            stage.project(_as_read(outputs[each]) if meets else outputs[each], side, carry=carry)
+            stage.project(as_read(outputs[each]) if meets else outputs[each], side, carry=carry)
             for side, each in enumerate(sides)
             if isinstance(each, int)
         ]
         projected = reduce(DataFrame.union, parts if fed is None else [fed, *parts])
         if meets and parts:
-            projected = _as_read(projected)
+            projected = as_read(projected)
         if self._is_watched(number):
             # What Spark has read is held already; what comes from other stages must not be computed twice.
             projected = self._kept[number] = self._materialise(projected) if parts else projected
@@ -182,20 +182,3 @@ def _kept_late(segments: Sequence[Segment], late: LateRows) -> frozenset[int]:
         if segment.stage is not None and numbers and all(number in late.kinds for number in numbers):
             kept.add(segment.stage.spec.number)
     return frozenset(kept)
-
-
-def run_all_partitions(rows: DataFrame) -> int:
-    """Compute all rows, and keep none; how many they are."""
-    return rows._jdf.queryExecution().toRdd().count()  # type: ignore[no-any-return]
-
-
-def _as_read(rows: DataFrame) -> DataFrame:
-    """The same rows without the plan that they come from, as if they had been read.
-
-    A join gives the columns of its sides ids, and its result has the same ones. Where they are in one plan already,
-    Spark would replace them by others.
-    """
-    jdf: Any = rows._jdf
-    session: Any = rows.sparkSession._jsparkSession
-    made = session.internalCreateDataFrame(jdf.queryExecution().toRdd(), jdf.schema(), False)
-    return DataFrame(made, rows.sparkSession)

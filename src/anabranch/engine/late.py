@@ -13,6 +13,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, StructField, StructType, TimestampNTZType
 
 from anabranch.core.errors import EpochError
+from anabranch.engine.spark.files import delete_folder
+from anabranch.engine.spark.frames import count_nodes
 from anabranch.engine.tasks import TaskEpoch
 
 #: Beside the projected columns of a stage that needs only some of a row: the row as it came, and an id of it where the
@@ -75,7 +77,7 @@ def project_and_carry(rows: DataFrame, columns: Sequence[Column]) -> DataFrame:
     """The columns, made of the rows, and the rows themselves beside them."""
     carrying = rows.select("*", F.struct("*").alias(ROW))
     projected = carrying.select(*columns, ROW)
-    if _multiplications(projected) == _multiplications(rows):
+    if count_nodes(projected, _MULTIPLY) == count_nodes(rows, _MULTIPLY):
         return projected
     # Spark counts no rows of streams.
     return carrying.withColumn(ROW_ID, F.uuid()).select(*columns, ROW, ROW_ID)
@@ -108,9 +110,7 @@ class LateFiles:
         (writer.option("header", True) if self.format == "csv" else writer).save(self._place(epoch))
 
     def write_none(self, spark: SparkSession, epoch: int) -> None:
-        jvm: Any = spark._jvm
-        place = jvm.org.apache.hadoop.fs.Path(self._place(epoch))
-        place.getFileSystem(spark._jsc.hadoopConfiguration()).delete(place, True)
+        delete_folder(spark, self._place(epoch))
 
     def _place(self, epoch: int) -> str:
         return f"{self.path}/epoch={epoch}"
@@ -180,14 +180,3 @@ def _time(time_ms: int, kind: DataType) -> Column:
         text = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=time_ms)
         return F.expr(f"timestamp_ntz '{text:%Y-%m-%d %H:%M:%S.%f}'")
     return F.timestamp_millis(F.lit(time_ms))
-
-
-def _multiplications(rows: DataFrame) -> int:
-    plan: Any = rows._jdf.queryExecution().analyzed()
-    waiting, found = [plan], 0
-    while waiting:
-        node = waiting.pop()
-        found += str(node.nodeName()) in _MULTIPLY
-        children = node.children()
-        waiting += [children.apply(i) for i in range(children.size())]
-    return found

@@ -7,22 +7,23 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from py4j.protocol import Py4JJavaError
 from pyspark.sql import DataFrame
 
 from anabranch.core.errors import FencedError
-from anabranch.engine.epoch_plan import EpochPlan, run_all_partitions
+from anabranch.engine.epoch_plan import EpochPlan
 from anabranch.engine.late import LateRows, LateSink, without_rows
 from anabranch.engine.runner import (
     Coordinator,
     EpochInput,
     EpochRunner,
-    InterruptedBySparkError,
     Stopwatch,
     complete_missing,
 )
 from anabranch.engine.segments import Segment, StreamInputs, watermark_delays_ms
-from anabranch.engine.sinks import Sink
+from anabranch.engine.spark.frames import run_all_partitions
+from anabranch.engine.spark.java import InterruptedBySparkError, jvm_session
+from anabranch.engine.spark.query import wait_for_interrupt
+from anabranch.engine.spark.sinks import Sink
 from anabranch.engine.spark.templates import Templates
 from anabranch.engine.spark.ticks import Ticks
 from anabranch.engine.stages import EpochContext
@@ -133,13 +134,8 @@ class EpochLoop:
 
     def _wait_for_turn(self, rows: DataFrame) -> None:
         """Take the lock. Whoever holds it is stopping the query, which ends with Spark interrupting this wait."""
-        jvm: Any = rows.sparkSession._jvm
         while not self.running.acquire(blocking=False):
-            # In the JVM, in the very thread that Spark interrupts: a wait on this side would keep Spark from stopping.
-            try:
-                jvm.java.lang.Thread.sleep(_TURN_INTERVAL_MS)
-            except Py4JJavaError:
-                raise InterruptedBySparkError from None
+            wait_for_interrupt(rows.sparkSession, _TURN_INTERVAL_MS)
             # Spark interrupts once, and a source may have caught that.
             if self._stream.is_stopped():
                 raise InterruptedBySparkError
@@ -226,7 +222,7 @@ class EpochLoop:
 
         Epochs that are repeated after a crash run in queries of their own.
         """
-        session = rows.sparkSession._jsparkSession
+        session = jvm_session(rows.sparkSession)
         if self._configured is not None and self._configured == session:
             return
         self._configured = session

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from anabranch.core.errors import EpochError, FencedError, LostWorkerError
+from anabranch.engine.spark.java import InterruptedBySparkError
 from anabranch.engine.tasks import TaskEpoch
 from anabranch.wire.routed import StageAccess
 
@@ -91,19 +92,6 @@ class EpochWork(Protocol[RowsRead]):
 
     def committed(self, epoch: int) -> None:
         """The epoch is part of the state."""
-
-
-class InterruptedBySparkError(Exception):
-    """Spark has interrupted the wait for a turn, to stop the query.
-
-    Spark tells a stop from a failure by this very text. The original error has it too, but with a stack trace so long
-    that Spark's search for the text overflows its own stack.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(
-            "py4j.protocol.Py4JJavaError: An error occurred while calling sleep.\n: java.lang.InterruptedException"
-        )
 
 
 class EpochRunner(Generic[Rows]):

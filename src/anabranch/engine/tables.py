@@ -16,12 +16,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
-from py4j.protocol import Py4JError
 from pyspark.sql import DataFrame, SparkSession
 
 from anabranch.core.errors import EpochError
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import StageSpec
+from anabranch.engine.spark.java import JvmCallError
 from anabranch.engine.tasks import TaskEpoch
 from anabranch.wire.routed import RoutedState, StageAccess
 
@@ -191,7 +191,7 @@ class TableKeeper:
         """No more epochs run."""
         versions = [self._current, self._committed[1] if self._committed is not None else None]
         self._current = self._committed = None
-        with suppress(Py4JError, OSError):  # Spark may have been stopped: then nothing is left of them
+        with suppress(JvmCallError, OSError):  # Spark may have been stopped: then nothing is left of them
             for tables in filter(None, versions):
                 tables.release()
 

@@ -21,7 +21,8 @@ from pyspark.sql.types import StructType
 
 from anabranch.core.errors import EpochError
 from anabranch.core.schemas import HASH, StageSpec
-from anabranch.engine.spark import python_worker as pythonworker
+from anabranch.engine.spark import python_worker
+from anabranch.engine.spark.java import jvm_number
 from anabranch.wire.routed import RoutedState, StageAccess
 
 _PROPERTY = "anabranch.epoch"
@@ -96,7 +97,7 @@ Task = Callable[[Sequence[pa.RecordBatch], RoutedState, TaskEpoch], Iterable[pa.
 def place(rows: DataFrame, key_names: Sequence[str], access: StageAccess) -> DataFrame:
     """Put PARTITION and HASH in front, and move every row to the partition that its key group is assigned to."""
     table = ",".join(map(str, access.partitions.tolist()))
-    columns = _placement(id(rows.sparkSession._jvm), tuple(key_names), table, access.key_groups)
+    columns = _placement(jvm_number(rows.sparkSession), tuple(key_names), table, access.key_groups)
     return rows.select(*columns, "*").repartitionById(access.parallelism, PARTITION)
 
 
@@ -123,7 +124,7 @@ def run_in_tasks(rows: DataFrame, access: StageAccess, task: Task, schema: Struc
 def run_task(access: StageAccess, task: Task, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Process one partition. State is staged and sealed before the first row goes out, so that a consumer which stops
     early, such as a limit, does not leave changes behind."""
-    pythonworker.tune()
+    python_worker.tune()
     context = TaskContext.get()
     epoch = TaskEpoch.of(context)
     assert context is not None

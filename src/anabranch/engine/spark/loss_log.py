@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 from anabranch.engine.runner import LOST_WORKER
-from anabranch.engine.spark.java import is_a, java_class
+from anabranch.engine.spark.java import JvmCallError, is_a, java_class
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ def leave_out_lost_workers(spark: SparkSession) -> None:
         root = context.getConfiguration().getRootLogger()
         if _NAME not in str(root.getFilter()):
             root.addFilter(_compiled(spark))
-    except Py4JError as error:
+    except JvmCallError as error:
         logger.debug("Spark's log tells of lost workers at length: %s", error)
 
 

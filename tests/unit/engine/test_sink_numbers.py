@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch.checkpoint.sinks import shift_of
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Epoch
+from anabranch.engine.spark.sinks import shift_of
 
 
 def plan(storage: Storage, *epochs: int) -> None:

@@ -2,6 +2,11 @@
 
 Files and memory go through Spark's own streaming sinks, which remember the last epoch that they took, so that readers
 find what they would find behind a plain Structured Streaming query.
+
+Spark's file sink writes one entry of its log for each batch, counts on having all of them when it compacts the log, and
+takes no batch that it has already. So the entries of a job follow the one that was the last before its first epoch
+there: from 0 in a new directory, although the first epoch of a job that starts from a savepoint is another; and after
+those of others in a directory that has a log. How far numbers are from epochs is written down before the first epoch.
 """
 
 from __future__ import annotations
@@ -11,14 +16,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from py4j.protocol import Py4JJavaError
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import StructType
 
+from anabranch.checkpoint import documents, paths
 from anabranch.checkpoint.paths import log_entry_of
+from anabranch.checkpoint.rewind import pending
+from anabranch.checkpoint.sparklog import last_planned_epoch
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import EpochError, SettingsError
-from anabranch.engine.epoch_plan import run_all_partitions
+from anabranch.core.ids import Epoch
+from anabranch.engine.spark.files import make_folder
+from anabranch.engine.spark.frames import run_all_partitions, shown
+from anabranch.engine.spark.java import JvmError, error_text, java_class
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +42,8 @@ FILE_FORMATS = {
     "text": "org.apache.spark.sql.execution.datasources.text.TextFileFormat",
 }
 
+#: The folder in which a file sink of Spark's keeps its log.
+_LOG = "_spark_metadata"
 #: Where tasks of foreach find the number of the epoch.
 _EPOCH_PROPERTY = "streaming.sql.batchId"
 #: What Spark's file sink says when another query has added the same epoch to its log a moment before.
@@ -67,35 +80,31 @@ class FileSink:
         number = epoch + self.shift
         try:
             self._sink.addBatch(number, rows._jdf)
-        except Py4JJavaError as error:
+        except JvmError as error:
             if _TAKEN_BY_ANOTHER not in str(error.java_exception):
                 raise
             # An older driver, not fenced yet, has written the same epoch from the same offsets. Now Spark knows it.
             self._sink.addBatch(number, rows._jdf)
 
-    def announce(self, spark: SparkSession) -> int:
-        """Make the directory and Spark's log in it: readers find nothing, as long as there is nothing, but no error.
+    def begin(self, spark: SparkSession, storage: Storage, spark_log: Storage, committed: Epoch) -> None:
+        """Makes the directory, so that readers find an empty one at first, and finds the numbers of epochs in its log.
 
-        Returns the newest entry of the log, -1 if it has none.
+        The job resumes after the epoch ``committed``.
         """
-        jvm: Any = spark._jvm
-        log = jvm.org.apache.hadoop.fs.Path(self.path, "_spark_metadata")
         try:
-            files = log.getFileSystem(spark._jsc.hadoopConfiguration())
-            files.mkdirs(log)
-            entries = [log_entry_of(str(file.getPath().getName())) for file in files.listStatus(log)]
-            return max((entry for entry in entries if entry is not None), default=-1)
-        except Py4JJavaError as error:
-            reason = str(error.java_exception).splitlines()[0]
+            entries = [log_entry_of(name) for name in make_folder(spark, f"{self.path.rstrip('/')}/{_LOG}")]
+        except JvmError as error:
             raise SettingsError(
-                f"The sink's directory {self.path} cannot be made: {reason}. Remove what is in its way, or give "
-                "another path."
+                f"The sink's directory {self.path} cannot be made: {error_text(error)}. Remove what is in its way, or "
+                "give another path."
             ) from None
+        latest = max((entry for entry in entries if entry is not None), default=-1)
+        self.shift = shift_of(storage, spark_log, self.path, committed=committed, latest=latest)
 
     def _open(self, spark: SparkSession) -> Any:
         jvm: Any = spark._jvm
         convert = jvm.org.apache.spark.api.python.PythonUtils
-        file_format = _class(jvm, FILE_FORMATS[self.format])()
+        file_format = java_class(FILE_FORMATS[self.format])()
         return jvm.org.apache.spark.sql.execution.streaming.sinks.FileStreamSink(
             spark._jsparkSession,
             self.path,
@@ -149,7 +158,7 @@ class ConsoleSink:
 
     def write(self, rows: DataFrame, epoch: int) -> None:
         line = "-" * 43
-        text = rows._jdf.showString(self.row_limit, 20 if self.truncate else 0, False)
+        text = shown(rows, row_limit=self.row_limit, truncate=self.truncate)
         print(f"{line}\nBatch: {epoch}\n{line}\n{text}", flush=True)
 
 
@@ -194,8 +203,25 @@ def foreach_function(writer: Any) -> Callable[[int, Any], Iterator[Any]]:
     return function
 
 
-def _class(jvm: Any, name: str) -> Any:
-    found = jvm
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+def shift_of(storage: Storage, spark: Storage, place: str, *, committed: Epoch, latest: int) -> int:
+    """What to add to an epoch to get its number in the log of a sink, the same as long as the job lasts.
+
+    ``committed`` is the epoch that the job resumes after, ``latest`` the newest entry that the log has; -1: none.
+    """
+    path = paths.sink_file(place)
+    found = storage.read_if_present(path)
+    if found is None:
+        shift = _new_shift(spark, committed, latest)
+        storage.create(path, documents.encode({"place": place, "shift": shift}))
+        found = storage.read(path)  # of two drivers at once, the older may have been faster
+    content = documents.decode(storage, path, found)
+    try:
+        return int(content["shift"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise documents.unexpected(storage, path, repr(error)) from error
+
+
+def _new_shift(spark: Storage, committed: Epoch, latest: int) -> int:
+    has_run = last_planned_epoch(spark) > committed or bool(pending(spark))
+    # Epochs of a job that has run here before, which are repeated, are in the log under their own numbers.
+    return 0 if has_run and latest >= committed else latest - committed
