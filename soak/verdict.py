@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from pyspark.sql import SparkSession
 
-from anabranch.checkpoint import Storage, verify
+from anabranch.checkpoint.storage import Storage
+from anabranch.checkpoint.verify import verify
 from soak.jobs import Expected, State, Values, plain
 from soak.places import Places
 

@@ -19,7 +19,8 @@ from soak.places import Places
 from soak.processes import Processes
 
 import anabranch
-from anabranch.checkpoint import Storage, verify
+from anabranch.checkpoint.storage import Storage
+from anabranch.checkpoint.verify import verify
 
 JOB = JOBS["process"]
 EPOCHS, EPOCHS_BEFORE = 5, 3

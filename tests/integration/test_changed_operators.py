@@ -11,7 +11,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 
 import anabranch
-from anabranch.checkpoint import FORMAT_VERSION, JobDescription, Storage, create_or_check
+from anabranch.checkpoint.documents import FORMAT_VERSION
+from anabranch.checkpoint.job import JobDescription, create_or_check
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import JobId
 

@@ -16,8 +16,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
 import anabranch
-from anabranch.checkpoint.manifests import manifest_epochs
-from anabranch.checkpoint.snapshots import snapshot_epochs
+from anabranch.checkpoint.manifests import newest_writers, snapshot_epochs
 from anabranch.checkpoint.storage import Storage
 from anabranch.checkpoint.verify import verify
 from anabranch.control.coordinator import Coordinator
@@ -233,14 +232,14 @@ def test_epochs_that_are_not_durable_are_run_again_when_a_worker_is_lost(
         for number, rows in enumerate(EPOCHS):
             feed.add(rows)
             if number == 6:
-                assert manifest_epochs(Storage(str(tmp_path / "ck"))) == []
+                assert newest_writers(Storage(str(tmp_path / "ck"))) == []
                 os.kill(query.workers()[0]["pid"], signal.SIGKILL)
             query.processAllAvailable()
         assert multiset(query.state("stage1").collect()) == expected[8]
     finally:
         query.stop()
     assert [multiset(collector.epochs[epoch]) for epoch in range(9)] == expected
-    assert manifest_epochs(Storage(str(tmp_path / "ck"))) == list(range(9)), "a stop makes all epochs durable"
+    assert newest_writers(Storage(str(tmp_path / "ck"))) == list(range(9)), "a stop makes all epochs durable"
 
 
 def test_a_savepoint_of_epochs_that_are_not_durable_makes_them_durable(
@@ -271,7 +270,7 @@ def test_epochs_that_are_not_durable_are_repeated_after_a_driver_was_lost(
         feed.add(*EPOCHS[:5])
         stream = counted(anabranch.stream(feed.stream()))
         drain(writer_of(stream, tmp_path / "ck", **VOLATILE).foreachBatch(first))
-    assert manifest_epochs(Storage(str(tmp_path / "ck"))) == []
+    assert newest_writers(Storage(str(tmp_path / "ck"))) == []
     feed.add(*EPOCHS[5:])
     second = Collector()
     drain(writer_of(counted(anabranch.stream(feed.stream())), tmp_path / "ck", **VOLATILE).foreachBatch(second))

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pytest
 from s3fs import S3FileSystem
 
-from anabranch.checkpoint import Storage, claim_generation, latest_generation
+from anabranch.checkpoint.generations import claim_generation, latest_generation
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from support.s3_server import ACCESS_KEY, SECRET_KEY, Application, S3Server, refusal, running_s3
 
@@ -81,7 +82,8 @@ def test_of_many_threads_with_storages_of_their_own_one_wins_each_race(storage: 
 
 
 def test_processes_at_once_claim_different_generations(storage: Storage) -> None:
-    claim = "import sys; from anabranch.checkpoint import Storage, claim_generation as claim\n"
+    claim = "import sys; from anabranch.checkpoint.generations import claim_generation as claim\n"
+    claim += "from anabranch.checkpoint.storage import Storage\n"
     claim += "sys.stdin.read(); print(claim(Storage(sys.argv[1]), {}))"
     command = [sys.executable, "-c", claim, storage.location]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(3)]
@@ -289,7 +291,7 @@ def test_a_listing_of_many_pages_is_complete(storage: Storage, s3: S3Server, mon
 def test_parent_and_forked_child_both_go_on(storage: Storage) -> None:
     forking = """
 import os, sys, time
-from anabranch.checkpoint import Storage
+from anabranch.checkpoint.storage import Storage
 storage = Storage(sys.argv[1])
 storage.write("parent", b"1")
 child = os.fork()

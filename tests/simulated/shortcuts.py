@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from anabranch.checkpoint import changes, paths, snapshots
+from anabranch.checkpoint import datafiles, paths
 from anabranch.control.epochs import maintenance
 from anabranch.control.membership import assignment as assigning
 from anabranch.core.schemas import Layout, StageSpec
@@ -113,8 +113,7 @@ _SMALL: tuple[Place, ...] = (
     (job, "asdict", _fields_of),
     (ownership, "asdict", _fields_of),
     (routed, "asdict", _fields_of),
-    (changes, "to_layout", _to_layout),
-    (snapshots, "to_layout", _to_layout),
+    (datafiles, "to_layout", _to_layout),
 )
 _DICTIONARY_STATE: tuple[Place, ...] = (
     (jobstate, "VariableState", _open_state),

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from anabranch.checkpoint import changes, documents, manifests, snapshots
+from anabranch.checkpoint import datafiles, documents
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.worker.server import job
 from simulated.world import BEGINNING_S, Process, World
 
 #: How long a call takes about, and how many take any time at all: in which others slip in.
@@ -167,16 +166,11 @@ class SimStorage(Storage):
         return path  # no path comes from outside
 
 
-def _write_changes(storage: Storage, path: str, layout: Any, key_groups: int, rows: pa.Table) -> changes.Written:
-    schema = pa.schema([field.with_nullable(True) for field in layout.files])
-    (table,) = changes._by_group(rows, layout, key_groups)
+def _write(storage: Storage, path: str, schema: pa.Schema, parts: Iterator[pa.Table], _size: int) -> datafiles.Written:
+    (table,) = parts
     content: Any = TableFile(pa.table(table.columns, schema=schema))
     storage.write(path, content)
-    return changes.Written(rows=len(rows), bytes=content.size, checksum="")
-
-
-def _snapshot_file(_storage: Storage, _path: str, layout: Any, rows: pa.Table, groups: Any) -> Any:
-    return TableFile(pa.table([pa.array(groups), *rows.columns], schema=snapshots.file_schema(layout)))
+    return datafiles.Written(rows=len(table), bytes=content.size, checksum="")
 
 
 def _rows_of(content: TableFile, groups: Collection[int] | None) -> pa.Table:
@@ -196,21 +190,13 @@ def _decode(_storage: Storage, _path: str, raw: Any) -> dict[str, Any]:
     return dict(raw)
 
 
-def _fields_of(file: Any) -> dict[str, Any]:
-    return dict(vars(file))
-
-
 _PLAIN = (
-    (job, "write_changes", _write_changes),
-    (changes, "_decode", _rows_of),
-    (changes, "checksum_of", lambda _: ""),
-    (snapshots, "_encode", _snapshot_file),
-    (snapshots, "_decode", _rows_of),
+    (datafiles, "_write", _write),
+    (datafiles, "_decode", _rows_of),
+    (datafiles, "checksum_of", lambda _: ""),
     (documents, "encode", _encode),
     (documents, "decode", _decode),
     (documents, "checksum_of", lambda _: ""),
-    (manifests, "asdict", _fields_of),
-    (snapshots, "asdict", _fields_of),
 )
 
 

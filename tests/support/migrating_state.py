@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from anabranch.checkpoint.changes import write_changes
+from anabranch.checkpoint.datafiles import write_changes
 from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import LostWorkerError

@@ -7,17 +7,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from anabranch.checkpoint import (
-    FORMAT_VERSION,
-    ChangeFile,
-    JobDescription,
-    Manifest,
-    Storage,
-    change_file,
-    create_or_check,
-    write_changes,
-    write_manifest,
-)
+from anabranch.checkpoint.datafiles import write_changes
+from anabranch.checkpoint.documents import FORMAT_VERSION
+from anabranch.checkpoint.job import JobDescription, create_or_check
+from anabranch.checkpoint.manifests import ChangeFile, Manifest, write_manifest
+from anabranch.checkpoint.paths import change_file
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion, WorkerId
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.requests import Run

@@ -16,9 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.checkpoint import Storage, claim_generation, clean_up, paths, read_manifest, state_files, verify
+from anabranch.checkpoint import paths
+from anabranch.checkpoint.cleanup import clean_up
+from anabranch.checkpoint.generations import claim_generation
+from anabranch.checkpoint.manifests import read_manifest, read_snapshot, snapshot_epochs
 from anabranch.checkpoint.savepoints import read_savepoint
-from anabranch.checkpoint.snapshots import read_snapshot, snapshot_epochs
+from anabranch.checkpoint.statefiles import state_files
+from anabranch.checkpoint.storage import Storage
+from anabranch.checkpoint.verify import verify
 from anabranch.cli import main
 from anabranch.cli.checkpoint import epoch_ranges
 from anabranch.control.epochs import savepoints

@@ -65,7 +65,7 @@ def test_a_process_that_is_told_so_has_a_failing_storage_without_knowing_it(tmp_
     failingstorage.let_fail(window, for_s=600.0, rate=1.0, seed=1)
     root = Path(failingstorage.__file__).parents[1]
     paths = [str(failingstorage.SITE), str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
-    code = f"from anabranch.checkpoint import Storage\nStorage({str(tmp_path / 'checkpoint')!r}).read('a')"
+    code = f"from anabranch.checkpoint.storage import Storage\nStorage({str(tmp_path / 'checkpoint')!r}).read('a')"
     for variable, reason in ((str(window), failingstorage.REASON), ("", "is missing")):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), failingstorage.VARIABLE: variable}
         ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

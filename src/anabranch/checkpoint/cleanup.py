@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from anabranch.checkpoint import paths
-from anabranch.checkpoint.manifests import ChangeFile, Manifest
-from anabranch.checkpoint.snapshots import SnapshotFile
+from anabranch.checkpoint.manifests import ChangeFile, Manifest, SnapshotFile
 from anabranch.checkpoint.statefiles import Documents, StateFiles
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import pyarrow as pa
 import xxhash
 
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
+
+_T = TypeVar("_T")
 
 #: Of the checkpoint as a whole. A larger number in a file means that a newer Anabranch wrote it.
 FORMAT_VERSION = 1
@@ -22,7 +25,7 @@ def checksum_of(content: bytes | pa.Buffer) -> str:
 
 
 class Checksum:
-    """The same, of content that comes in chunks."""
+    """The checksum of content that comes in chunks."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_64()
@@ -36,6 +39,7 @@ class Checksum:
 
 
 def encode(content: Mapping[str, Any], *, format_version: int = FORMAT_VERSION) -> bytes:
+    """Returns the text of a document."""
     document = {
         "format_version": format_version,
         "checksum": _document_checksum(format_version, content),
@@ -45,7 +49,7 @@ def encode(content: Mapping[str, Any], *, format_version: int = FORMAT_VERSION) 
 
 
 def decode(storage: Storage, path: str, raw: bytes) -> dict[str, Any]:
-    """The content of the document that was read from ``path``, with the ``format_version`` added to it."""
+    """Returns the content of the document that was read from ``path``, with the ``format_version`` added to it."""
     where = storage.full_path(path)
     try:
         document = json.loads(raw)
@@ -67,8 +71,23 @@ def decode(storage: Storage, path: str, raw: bytes) -> dict[str, Any]:
     return {**content, "format_version": version}
 
 
+def write(storage: Storage, path: str, value: Any) -> None:
+    """Writes a value with fields, among them its ``format_version``, as a document."""
+    content = msgspec.to_builtins(value)
+    version = content.pop("format_version")
+    storage.write(path, encode(content, format_version=version))
+
+
+def read(storage: Storage, path: str, kind: type[_T]) -> _T:
+    """Reads a document as a value of a kind that has a ``format_version`` among its fields."""
+    try:
+        return msgspec.convert(decode(storage, path, storage.read(path)), kind)
+    except msgspec.ValidationError as error:
+        raise unexpected(storage, path, error) from error
+
+
 def unexpected(storage: Storage, path: str, reason: object) -> CheckpointError:
-    """For a document that is intact, but whose content is not what its place says."""
+    """Returns the error for a document that is intact, but whose content is not what its place says."""
     return _damaged(storage.full_path(path), f"its content is not as expected ({reason})")
 
 

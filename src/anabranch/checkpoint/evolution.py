@@ -8,7 +8,6 @@ layout of today in one step.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -18,13 +17,8 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import Generation
 from anabranch.core.schemas import MEANING
 
-#: What the stages looked like from a generation on, where they differ from those of job.json.
-SHAPES = "anabranch/shapes"
-
-_SHAPE_FILE = re.compile(r"(\d{8})\.json")
 #: The wider types that hold each value of a type exactly.
 _WIDER: Mapping[pa.DataType, frozenset[pa.DataType]] = {
     pa.int8(): frozenset({pa.int16(), pa.int32(), pa.int64(), pa.float64()}),
@@ -32,16 +26,6 @@ _WIDER: Mapping[pa.DataType, frozenset[pa.DataType]] = {
     pa.int32(): frozenset({pa.int64(), pa.float64()}),
     pa.float32(): frozenset({pa.float64()}),
 }
-
-
-def shape_file(generation: Generation) -> str:
-    return f"{SHAPES}/{generation:08d}.json"
-
-
-def shape_of(name: str) -> Generation | None:
-    """The generation that a file name of ``shapes/`` stands for; None: the file is something else."""
-    match = _SHAPE_FILE.fullmatch(name)
-    return Generation(int(match[1])) if match else None
 
 
 def obstacles(before: Iterable[pa.Field], now: Iterable[pa.Field], *, fill: bool = False) -> Iterator[str]:

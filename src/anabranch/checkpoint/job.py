@@ -2,20 +2,20 @@
 
 job.json never changes. Where a later query has other state, within what evolution allows, its stages are saved beside
 it as a shape, under the generation that first had them. The newest shape binds the next query, with one exception: a
-shape under which no epoch was committed left no state behind, and binds nobody. So a new version of a query that
+shape under which no epoch was committed left no state behind, and binds no query. So a new version of a query that
 fails before its first epoch can be taken back.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from anabranch.checkpoint import documents, evolution, paths
+from anabranch.checkpoint import documents, paths
 from anabranch.checkpoint.generations import check_generation
-from anabranch.checkpoint.shapes import Shape, differences
+from anabranch.checkpoint.shapes import JobShape, differences
 from anabranch.checkpoint.sparklog import has_offsets, last_committed_epoch
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, UnsupportedError
@@ -89,7 +89,7 @@ def save_shape(storage: Storage, job: JobDescription, generation: Generation, sp
     shape = binding.followed_by(job.stages, generation)
     if shape.to_json() == _newest_shape(storage, stored).to_json():
         return False
-    storage.write(evolution.shape_file(generation), documents.encode({"generation": generation, **shape.to_json()}))
+    storage.write(paths.shape_file(generation), documents.encode({"generation": generation, **shape.to_json()}))
     return True
 
 
@@ -101,55 +101,47 @@ def fork_job(source: Storage, target: Storage) -> JobDescription:
 
 
 def read_job(storage: Storage) -> JobDescription:
-    """The job of a checkpoint with its newest stages, for tools that have no query at hand."""
+    """Reads the job of a checkpoint with its newest stages, for tools that have no query at hand."""
     stored = _decode(storage, storage.read(paths.JOB))
     return replace(stored, stages=_newest_shape(storage, stored).stages)
 
 
 def stages_of(storage: Storage) -> tuple[StageSpec, ...]:
-    """The stateful stages of a checkpoint's job, as they were last; none if no job uses it yet."""
+    """Reads the stateful stages of a checkpoint's job, as they were last; none if no job uses it yet."""
     return () if storage.read_if_present(paths.JOB) is None else read_job(storage).stages
 
 
 def deleted_variables(storage: Storage) -> Mapping[tuple[int, str], Generation]:
-    """By the number of the stage and by name, the generation that deleted a state variable last."""
+    """Returns the generation that deleted each state variable last, by the number of its stage and by its name."""
     generations = _shape_generations(storage)
     return _read_shape(storage, generations[-1]).deleted if generations else {}
 
 
-def _newest_shape(storage: Storage, stored: JobDescription) -> Shape:
-    return _latest_shape(storage, stored, _shape_generations(storage))
+def _newest_shape(storage: Storage, stored: JobDescription, *, up_to: Generation | None = None) -> JobShape:
+    """Returns the newest shape, or the newest that a generation up to this one has saved."""
+    generations = [each for each in _shape_generations(storage) if up_to is None or each <= up_to]
+    return _read_shape(storage, generations[-1]) if generations else JobShape(stored.stages)
 
 
-def _binding_shape(storage: Storage, stored: JobDescription, spark: Storage | None) -> Shape:
-    """The newest shape that an epoch was committed under; the newest of all if there are no epochs to go by."""
+def _binding_shape(storage: Storage, stored: JobDescription, spark: Storage | None) -> JobShape:
+    """Returns the newest shape that an epoch was committed under; the newest of all if there are no epochs to go by."""
     committed = last_committed_epoch(storage if spark is None else spark)
     manifests = (paths.manifest_of(name) for name in storage.list_names(paths.MANIFESTS))
     writers = [manifest[1] for manifest in manifests if manifest is not None and manifest[0] <= committed]
-    generations = _shape_generations(storage)
-    if writers:
-        generations = [generation for generation in generations if generation <= max(writers)]
-    return _latest_shape(storage, stored, generations)
+    return _newest_shape(storage, stored, up_to=max(writers, default=None))
 
 
 def _shape_generations(storage: Storage) -> list[Generation]:
-    found = (evolution.shape_of(name) for name in storage.list_names(evolution.SHAPES))
+    found = (paths.generation_of(name) for name in storage.list_names(paths.SHAPES))
     return sorted(generation for generation in found if generation is not None)
 
 
-def _latest_shape(storage: Storage, stored: JobDescription, generations: list[Generation]) -> Shape:
-    if not generations:
-        return Shape(stored.stages)
-    return _read_shape(storage, generations[-1])
-
-
-def _read_shape(storage: Storage, generation: Generation) -> Shape:
-    path = evolution.shape_file(generation)
+def _read_shape(storage: Storage, generation: Generation) -> JobShape:
+    path = paths.shape_file(generation)
     content = documents.decode(storage, path, storage.read(path))
-
     if content.get("generation") != generation:
         raise documents.unexpected(storage, path, f"it is of generation {content.get('generation')}")
-    return _expected(storage, path, lambda: Shape.from_json(content))
+    return _expected(storage, path, lambda: JobShape.from_json(content))
 
 
 def _encode(job: JobDescription) -> bytes:
@@ -182,7 +174,7 @@ def _expected(storage: Storage, path: str, make: Callable[[], _T]) -> _T:
         raise documents.unexpected(storage, path, repr(error)) from error
 
 
-def _check(storage: Storage, stored: JobDescription, binding: Shape, wanted: JobDescription) -> None:
+def _check(storage: Storage, stored: JobDescription, binding: JobShape, wanted: JobDescription) -> None:
     found = list(differences(binding, wanted.stages))
     if stored.key_groups != wanted.key_groups:
         found.insert(
@@ -192,33 +184,21 @@ def _check(storage: Storage, stored: JobDescription, binding: Shape, wanted: Job
             f"checkpoint",
         )
     if found:
-        raise CheckpointError(_refusal(storage, found))
-
-
-def _refusal(storage: Storage, differences: list[str]) -> str:
-    if len(differences) == 1:
-        return f"The checkpoint {storage.location} does not fit this query: {differences[0]}."
-    lines = "".join(f"\n  - {difference}" for difference in differences)
-    return f"The checkpoint {storage.location} does not fit this query:{lines}"
+        listed = f" {found[0]}." if len(found) == 1 else "".join(f"\n  - {difference}" for difference in found)
+        raise CheckpointError(f"The checkpoint {storage.location} does not fit this query:{listed}")
 
 
 def _check_names(stages: tuple[StageSpec, ...]) -> None:
-    """Names become folders, and some file systems do not tell upper from lower case."""
-    for what, names in [
-        ("stages", [stage.name for stage in stages]),
-        *((f"state variables of {stage.name}", [v.name for v in stage.variables]) for stage in stages),
-    ]:
-        for one, other in _clashes(names):
-            raise UnsupportedError(
-                f"The {what} {one!r} and {other!r} have the same name, or names that differ in case only, and would "
-                f"share a folder of the checkpoint. Rename one of them."
-            )
-
-
-def _clashes(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    seen: dict[str, str] = {}
-    for name in names:
-        folder = paths.safe_name(name).casefold()
-        if folder in seen:
-            yield seen[folder], name
-        seen[folder] = name
+    """Checks names that become folders: some file systems do not tell upper from lower case."""
+    named = [("stages", [stage.name for stage in stages])]
+    named += [(f"state variables of {stage.name}", [v.name for v in stage.variables]) for stage in stages]
+    for what, names in named:
+        seen: dict[str, str] = {}
+        for name in names:
+            folder = paths.safe_name(name).casefold()
+            if folder in seen:
+                raise UnsupportedError(
+                    f"The {what} {seen[folder]!r} and {name!r} have the same name, or names that differ in case only, and "
+                    f"would share a folder of the checkpoint. Rename one of them."
+                )
+            seen[folder] = name

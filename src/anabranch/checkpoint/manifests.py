@@ -1,4 +1,7 @@
-"""Manifests: what each epoch is made of. Writing its manifest is what makes an epoch part of the state.
+"""Documents that say what the state is made of: manifests of epochs, snapshots, and the routes of the job.
+
+Writing its manifest is what makes an epoch part of the state. A snapshot's document is written after its files, and
+makes them a snapshot. A route is saved before the first epoch that uses it.
 
 Manifests are named by epoch and generation. Should two drivers have written the same epoch, the newer one's counts: the
 older one's was never committed by Spark, or both hold the effect of the same input on the same state.
@@ -7,16 +10,15 @@ older one's was never committed by Spark, or both hold the effect of the same in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from anabranch.checkpoint import documents, paths
 from anabranch.checkpoint.generations import check_generation
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Epoch, Generation, RouteVersion, StageNumber, WorkerId
-from anabranch.core.requests import Run
+from anabranch.core.requests import Run, RunId
 from anabranch.core.routes import Route
 
 
@@ -35,8 +37,24 @@ class ChangeFile:
 
 
 @dataclass(frozen=True)
+class SnapshotFile:
+    """Rows of one state variable: all of the key groups in a range, or, of a key group too large for a file, some."""
+
+    stage: StageNumber
+    variable: str
+    first_group: int
+    #: Included.
+    last_group: int
+    #: Relative to the checkpoint.
+    path: str
+    rows: int
+    bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """An epoch: the changes that lead to its state from that of the epoch before."""
+    """What an epoch is made of: the changes that lead to its state from that of the epoch before."""
 
     epoch: Epoch
     generation: Generation
@@ -50,78 +68,57 @@ class Manifest:
     base: str | None = None
     format_version: int = documents.FORMAT_VERSION
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "generation": self.generation,
-            "run": self.run,
-            "route_version": self.route_version,
-            "watermarks": dict(self.watermarks),
-            "base": self.base,
-            "files": [asdict(file) for file in self.files],
-        }
 
-    @staticmethod
-    def from_json(content: Mapping[str, Any]) -> Manifest:
-        return Manifest(
-            format_version=content["format_version"],
-            epoch=Epoch(content["epoch"]),
-            generation=Generation(content["generation"]),
-            run=Run(content["run"]),
-            route_version=RouteVersion(content["route_version"]),
-            watermarks=dict(content["watermarks"]),
-            base=content["base"],
-            files=tuple(ChangeFile(**file) for file in content["files"]),
-        )
+@dataclass(frozen=True)
+class Snapshot:
+    """The state as of the end of an epoch. A variable without files has no rows."""
+
+    epoch: Epoch
+    #: Of the run that the epoch came from, as its manifest says.
+    generation: Generation
+    run: Run
+    #: Seconds since 1970.
+    created_s: float
+    files: tuple[SnapshotFile, ...]
+    format_version: int = documents.FORMAT_VERSION
+
+    @property
+    def committed_by(self) -> RunId:
+        return RunId(self.generation, self.run)
+
+    def files_of(self, stage: int, variable: str) -> list[SnapshotFile]:
+        return [file for file in self.files if (file.stage, file.variable) == (stage, variable)]
 
 
 def write_manifest(storage: Storage, manifest: Manifest) -> None:
     """Makes an epoch part of the state, durably and at once; FencedError if a newer driver has taken over."""
     check_generation(storage, manifest.generation)
-    path = paths.manifest_file(manifest.epoch, manifest.generation)
-    storage.write(path, documents.encode(manifest.to_json(), format_version=manifest.format_version))
-
-
-def manifest_epochs(storage: Storage) -> list[Epoch]:
-    """The epochs that have a manifest, in order."""
-    return sorted(newest_writers(storage))
+    documents.write(storage, paths.manifest_file(manifest.epoch, manifest.generation), manifest)
 
 
 def newest_writers(storage: Storage) -> dict[Epoch, Generation]:
-    """For each epoch that has a manifest, the newest generation that wrote it. Goes by the names alone."""
+    """Returns the epochs that have a manifest, in order, each with its newest writer. Goes by the names alone."""
     return dict(sorted(_entries(storage)))
 
 
 def read_manifest(storage: Storage, epoch: Epoch) -> Manifest:
-    """The manifest of an epoch, as its newest writer left it."""
+    """Reads the manifest of an epoch, as its newest writer left it."""
     return read_manifest_by(storage, epoch, newest_writers(storage).get(epoch))
 
 
 def read_manifest_by(storage: Storage, epoch: Epoch, generation: Generation | None) -> Manifest:
-    """The manifest of an epoch, as this generation left it; None stands for one that nobody wrote."""
+    """Reads the manifest of an epoch, as this generation left it; None: the epoch has no manifest."""
     if generation is None:
         raise CheckpointError(
             f"The manifest of epoch {epoch} is missing in {storage.full_path(paths.MANIFESTS)}. Restore it from a copy "
             f"of the checkpoint, or use a new checkpoint."
         )
     path = paths.manifest_file(epoch, generation)
-    content = documents.decode(storage, path, storage.read(path))
-    try:
-        manifest = Manifest.from_json(content)
-    except (KeyError, TypeError, ValueError) as error:
-        raise documents.unexpected(storage, path, repr(error)) from error
+    manifest = documents.read(storage, path, Manifest)
     if (manifest.epoch, manifest.generation) != (epoch, generation):
         found = f"it is of epoch {manifest.epoch}, generation {manifest.generation}"
         raise documents.unexpected(storage, path, found)
     return manifest
-
-
-def chain(storage: Storage, up_to: Epoch) -> list[Manifest]:
-    """The manifests of all epochs from 0 to ``up_to``, in order: applied one after the other, they give its state."""
-    writers = newest_writers(storage)
-    manifests = [read_manifest_by(storage, Epoch(epoch), writers.get(Epoch(epoch))) for epoch in range(up_to + 1)]
-    check_succession(storage, manifests)
-    return manifests
 
 
 def check_succession(storage: Storage, manifests: Sequence[Manifest]) -> None:
@@ -143,7 +140,7 @@ def check_succession(storage: Storage, manifests: Sequence[Manifest]) -> None:
 
 
 def remove_after(storage: Storage, epoch: Epoch) -> list[Epoch]:
-    """Removes the manifests of all later epochs, the newest first, and says which: they were rolled back.
+    """Removes the manifests of all later epochs, the newest first, and returns these epochs: they were rolled back.
 
     Their snapshots, should there be any, go before them. Change files stay; they are named by generation, and nothing
     refers to them any more.
@@ -163,6 +160,26 @@ def _entries(storage: Storage) -> list[tuple[Epoch, Generation]]:
     return [entry for entry in entries if entry is not None]
 
 
+def snapshot_epochs(storage: Storage) -> list[Epoch]:
+    """Returns the epochs that have a snapshot, in order. Goes by the names alone."""
+    epochs = (paths.snapshot_epoch_of(name) for name in storage.list_names(paths.SNAPSHOTS))
+    return sorted(epoch for epoch in epochs if epoch is not None)
+
+
+def read_snapshot(storage: Storage, epoch: Epoch) -> Snapshot:
+    """Reads the document of a snapshot; its files are not looked at."""
+    path = paths.snapshot_document(epoch)
+    snapshot = documents.read(storage, path, Snapshot)
+    if snapshot.epoch != epoch:
+        raise documents.unexpected(storage, path, f"it is of epoch {snapshot.epoch}")
+    return snapshot
+
+
+def write_snapshot(storage: Storage, snapshot: Snapshot) -> None:
+    """Makes a snapshot of the files that were written for it, in place of an earlier one of the same epoch."""
+    documents.write(storage, paths.snapshot_document(snapshot.epoch), snapshot)
+
+
 def save_route(storage: Storage, route: Route, *, generation: Generation) -> None:
     """Saves a route under its version, in place of one of an epoch that was rolled back.
 
@@ -173,14 +190,14 @@ def save_route(storage: Storage, route: Route, *, generation: Generation) -> Non
 
 
 def newest_route(storage: Storage) -> Route | None:
-    """The route with the largest version; None if none was ever saved."""
+    """Returns the route with the largest version; None if none was ever saved."""
     versions = [paths.route_version_of(name) for name in storage.list_names(paths.ROUTES)]
     newest = max((version for version in versions if version is not None), default=None)
     return None if newest is None else load_route(storage, newest)
 
 
 def load_route(storage: Storage, version: RouteVersion) -> Route:
-    """The route of this version, as a manifest names it."""
+    """Reads the route of this version, as a manifest names it."""
     path = paths.route_file(version)
     content = documents.decode(storage, path, storage.read(path))
     try:

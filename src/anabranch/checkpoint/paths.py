@@ -5,6 +5,7 @@
   anabranch/
     job.json                                     what the job is; written first, never changed
     generations/00000003.json                    which driver claimed which generation
+    shapes/00000003.json                         the stages from generation 3 on, if they differ from job.json
     routes/00000007.json                         which worker owned which key group
     manifests/000000000012.g00000003.json        what epoch 12 is made of, as generation 3 wrote it
     changes/stage2/count/epoch=000000000012/g00000003-r<run>-<worker>.parquet
@@ -41,6 +42,8 @@ MANIFESTS = "anabranch/manifests"
 CHANGES = "anabranch/changes"
 #: Offsets of epochs that Spark is to run again, beside Spark's own.
 REPLAY = "anabranch/replay"
+#: What the stages looked like from a generation on, where they differ from those of job.json.
+SHAPES = "anabranch/shapes"
 SINKS = "anabranch/sinks"
 SNAPSHOTS = "anabranch/snapshots"
 
@@ -56,6 +59,10 @@ _LONGEST_NAME = 120
 
 def generation_file(generation: Generation) -> str:
     return f"{GENERATIONS}/{generation:08d}.json"
+
+
+def shape_file(generation: Generation) -> str:
+    return f"{SHAPES}/{generation:08d}.json"
 
 
 def route_file(version: RouteVersion) -> str:
@@ -97,7 +104,7 @@ def snapshot_file(stage_name: str, variable: str, *, epoch: Epoch, unique: str) 
 
 
 def generation_of(name: str) -> Generation | None:
-    """The generation that a file name of ``generations/`` stands for; None: the file is something else."""
+    """Returns the generation of a file of ``generations/`` or ``shapes/``; None if the file is something else."""
     match = _NUMBERED_FILE.fullmatch(name)
     return Generation(int(match[1])) if match else None
 

@@ -11,10 +11,10 @@ import time
 import uuid
 from dataclasses import dataclass
 
-from anabranch.checkpoint import documents, evolution, paths
+from anabranch.checkpoint import documents, paths
 from anabranch.checkpoint.generations import claim_exactly
 from anabranch.checkpoint.job import fork_job
-from anabranch.checkpoint.snapshots import read_snapshot
+from anabranch.checkpoint.manifests import read_snapshot
 from anabranch.checkpoint.sparklog import read_entries
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
@@ -69,8 +69,8 @@ def complete_savepoint(storage: Storage, target: Storage, epoch: Epoch) -> Savep
     """Describe the job, and declare the savepoint whole. Its snapshot has to be there."""
     read_snapshot(target, epoch)
     storage.copy_to(paths.JOB, target, paths.JOB)
-    for name in storage.list_names(evolution.SHAPES):
-        storage.copy_to(f"{evolution.SHAPES}/{name}", target, f"{evolution.SHAPES}/{name}")
+    for name in storage.list_names(paths.SHAPES):
+        storage.copy_to(f"{paths.SHAPES}/{name}", target, f"{paths.SHAPES}/{name}")
     savepoint = Savepoint(epoch, storage.location, time.time())
     content = {"epoch": epoch, "origin": savepoint.origin, "created_s": savepoint.created_s}
     target.write(paths.SAVEPOINT, documents.encode(content))
@@ -104,8 +104,8 @@ def start_from(source: Storage, storage: Storage, spark: Storage) -> Epoch | Non
     for file in snapshot.files:
         source.copy_to(file.path, storage, file.path)
     source.copy_to(paths.snapshot_document(epoch), storage, paths.snapshot_document(epoch))
-    for name in source.list_names(evolution.SHAPES):
-        source.copy_to(f"{evolution.SHAPES}/{name}", storage, f"{evolution.SHAPES}/{name}")
+    for name in source.list_names(paths.SHAPES):
+        source.copy_to(f"{paths.SHAPES}/{name}", storage, f"{paths.SHAPES}/{name}")
     begin_savepoint(source, spark, epoch)
     # Spark's id of the query, which it expects to find beside offsets.
     spark.write(paths.SPARK_METADATA, json.dumps({"id": str(uuid.uuid4())}).encode())

@@ -1,4 +1,7 @@
-"""Shapes: the state that a job has from one generation of its driver on, and what it had before."""
+"""Shapes: the state that a job has from one generation of its driver on, and whether a query fits one.
+
+A query may come back with other state, within what evolution allows. Each such change is a shape of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from anabranch.checkpoint import evolution
-from anabranch.checkpoint.evolution import droppable, schema_in_words
+from anabranch.checkpoint.evolution import droppable, obstacles, schema_in_words
 from anabranch.core.ids import Generation, StageNumber
 from anabranch.core.schemas import OPERATOR, PROCESSOR, Layout, StageSpec, VariableKind, VariableSpec
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobShape:
     """The state of a job from one generation on."""
 
     stages: tuple[StageSpec, ...]
@@ -35,25 +37,25 @@ class Shape:
         }
 
     @staticmethod
-    def from_json(content: Mapping[str, Any]) -> Shape:
+    def from_json(content: Mapping[str, Any]) -> JobShape:
         stages, removed = ([StageSpec.from_json(stage) for stage in content[part]] for part in ("stages", "removed"))
         # Not in what older versions wrote.
         deleted = {
             (int(each["stage"]), str(each["variable"])): Generation(each["generation"])
             for each in content.get("deleted", ())
         }
-        return Shape(tuple(stages), tuple(removed), deleted)
+        return JobShape(tuple(stages), tuple(removed), deleted)
 
     @property
     def known(self) -> dict[int, dict[str, VariableSpec]]:
-        """By the number of the stage and by name, each state variable that files may be of, as it was last."""
+        """Each state variable that files may be of, as it was last, by the number of its stage and by its name."""
         known: dict[int, dict[str, VariableSpec]] = {}
         for stage in (*self.stages, *self.removed):
             known.setdefault(stage.number, {}).update({variable.name: variable for variable in stage.variables})
         return known
 
     def remembered_by(self, stages: Sequence[StageSpec]) -> tuple[StageSpec, ...]:
-        """Stages that come after these, with the fields that these had and they have not, if there are any."""
+        """Adds to later stages the fields that these had and they have not, as dropped ones."""
         known = self.known
         return tuple(
             replace(
@@ -66,12 +68,12 @@ class Shape:
             for stage in stages
         )
 
-    def followed_by(self, stages: Sequence[StageSpec], generation: Generation) -> Shape:
-        """The shape of a job with other stages from a generation on, after this one."""
-        return Shape(self.remembered_by(stages), tuple(self._removed(stages)), self._deleted(stages, generation))
+    def followed_by(self, stages: Sequence[StageSpec], generation: Generation) -> JobShape:
+        """Returns the shape that follows this one: of a job with other stages from a generation on."""
+        return JobShape(self.remembered_by(stages), tuple(self._removed(stages)), self._deleted(stages, generation))
 
     def _removed(self, stages: Sequence[StageSpec]) -> Iterator[StageSpec]:
-        """What the checkpoint knows and the query has no longer."""
+        """Yields the state variables that the checkpoint knows and the query has no longer."""
         known = self.known
         for stage in stages:
             kept = {variable.name for variable in stage.variables}
@@ -80,7 +82,7 @@ class Shape:
                 yield replace(stage, variables=gone)
 
     def _deleted(self, stages: Sequence[StageSpec], generation: Generation) -> Mapping[tuple[int, str], Generation]:
-        """What was deleted before, and what this generation is the first to delete, if there can be anything of it."""
+        """Adds the variables that this generation is the first to delete, if files may have any of them."""
         known, before = self.known, {stage.number: stage.deleted for stage in self.stages}
         deleted = dict(self.deleted)
         for stage in stages:
@@ -95,8 +97,8 @@ def _with_dropped(now: VariableSpec, before: VariableSpec | None) -> VariableSpe
     return replace(now, dropped=pa.schema(gone))
 
 
-def differences(stored: Shape, wanted: Sequence[StageSpec]) -> Iterator[str]:
-    """What evolution does not allow, both sides of it."""
+def differences(stored: JobShape, wanted: Sequence[StageSpec]) -> Iterator[str]:
+    """Yields what evolution does not allow between a checkpoint and a query, naming both sides of it."""
     known = stored.known
     stored_stages = {stage.number: stage for stage in stored.stages}
     wanted_stages = {stage.number: stage for stage in wanted}
@@ -118,7 +120,7 @@ def differences(stored: Shape, wanted: Sequence[StageSpec]) -> Iterator[str]:
 def former_places(
     stored: Sequence[StageSpec], wanted: Sequence[StageSpec]
 ) -> tuple[tuple[StageNumber, str], ...] | None:
-    """The number and name that each stateful stage of a query has in a checkpoint; None if those are other stages.
+    """Returns the number and name that each stateful stage has in a checkpoint; None if those are other stages.
 
     The number of a stage follows from how many calls come before it. What tells stages apart is their order, operator
     and key, and the names that the user gave them.
@@ -173,8 +175,8 @@ def _stage_differences(stored: StageSpec, wanted: StageSpec, known: Mapping[str,
 
 
 def _how_to_drop(before: VariableSpec, now: VariableSpec, wanted: StageSpec) -> str:
-    """What lets a processor drop fields of its state, if it wants to."""
-    fields = ", ".join(field.name for field in evolution.droppable(before.value, now.value))
+    """Returns the advice how a processor can drop fields of its state."""
+    fields = ", ".join(field.name for field in droppable(before.value, now.value))
     if not fields or wanted.may_drop_fields or wanted.traits.get(OPERATOR) != PROCESSOR:
         return ""
     return f". To drop {fields} with all values, set spark.sql.streaming.stateStore.encodingFormat to avro, as in Spark"
@@ -189,9 +191,9 @@ def _variable_obstacles(key: pa.Schema, before: VariableSpec, now: VariableSpec,
         return
     # A field that was dropped before and comes back has to fit what files have of it.
     whole = before.whole
-    gone = evolution.droppable(whole.value if may_drop else before.dropped, now.value)
+    gone = droppable(whole.value if may_drop else before.dropped, now.value)
     kept = [field for field in whole.value if field.name not in {each.name for each in gone}]
-    yield from (f"field {obstacle}" for obstacle in evolution.obstacles(kept, now.value))
+    yield from (f"field {obstacle}" for obstacle in obstacles(kept, now.value))
     columns = _columns(key, now)
     for name, column in _columns(key, whole).items():
         if name in columns and columns[name] != column:
@@ -199,7 +201,7 @@ def _variable_obstacles(key: pa.Schema, before: VariableSpec, now: VariableSpec,
 
 
 def _columns(key: pa.Schema, variable: VariableSpec) -> dict[str, str]:
-    """Under which name each value field is in files: another than its own, if the key has a field of its name."""
+    """Returns the name that each value field has in files: another than its own, if the key has a field of its name."""
     return dict(zip(variable.value.names, Layout(key, variable).value.names, strict=True))
 
 

@@ -13,11 +13,14 @@ from anabranch.checkpoint.job import deleted_variables
 from anabranch.checkpoint.manifests import (
     ChangeFile,
     Manifest,
+    Snapshot,
+    SnapshotFile,
     check_succession,
     newest_writers,
     read_manifest_by,
+    read_snapshot,
+    snapshot_epochs,
 )
-from anabranch.checkpoint.snapshots import Snapshot, SnapshotFile, read_snapshot, snapshot_epochs
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import NO_EPOCH, Epoch, Generation
@@ -58,7 +61,7 @@ class StateFiles:
 
 
 def state_files(storage: Storage, up_to: Epoch) -> StateFiles:
-    """The files that hold the state as of ``up_to``.
+    """Returns the files that hold the state as of ``up_to``.
 
     A document that is missing or damaged is an error that names it, and the newest older epoch that is whole: what to
     do about it is for people to decide.
@@ -72,7 +75,7 @@ def state_files(storage: Storage, up_to: Epoch) -> StateFiles:
 
 
 def _without_deleted(files: StateFiles, deleted: Mapping[tuple[int, str], Generation]) -> StateFiles:
-    """Without what was written of state variables before they were deleted, if they had been as of the epoch."""
+    """Leaves out the files of state variables that were deleted, up to the epoch, after the files were written."""
     by = files.committed_by
     gone = {variable: since for variable, since in deleted.items() if by is not None and by.generation >= since}
     if not gone:
@@ -84,14 +87,6 @@ def _without_deleted(files: StateFiles, deleted: Mapping[tuple[int, str], Genera
 
     snapshot = files.snapshot and kept(files.snapshot, files.snapshot.committed_by.generation)
     return replace(files, snapshot=snapshot, manifests=tuple(kept(each, each.generation) for each in files.manifests))
-
-
-def newest_whole_epoch(storage: Storage, before: Epoch) -> Epoch | None:
-    """The newest epoch before this one whose documents are intact and whose files are there in their size.
-
-    The content of the files is not read: that is what verifying a checkpoint is for.
-    """
-    return _newest_whole_epoch(Documents(storage), before)
 
 
 class Documents:
@@ -124,7 +119,7 @@ class Documents:
             manifest = self.manifest(epoch)
             return self.snapshot(epoch).committed_by != (manifest.generation, manifest.run)
         except CheckpointError:
-            # Which of the two is right is not known; whoever needs the snapshot gets the error.
+            # Which of the two is right is not known; the reader that needs the snapshot gets the error.
             return False
 
     def manifest(self, epoch: Epoch) -> Manifest:
@@ -154,11 +149,11 @@ class Documents:
         return next((each for each in needed if each not in self.writers), None)
 
     def state_files(self, up_to: Epoch) -> StateFiles:
-        """See state_files."""
+        """Returns the files as state_files does, whatever was deleted."""
         return self.state_files_from(self.base_of(up_to), up_to)
 
     def state_files_from(self, base: Epoch, up_to: Epoch) -> StateFiles:
-        """The same, from this snapshot rather than the newest."""
+        """Returns the same from this snapshot rather than the newest."""
         snapshot = None if base == NO_EPOCH else self.snapshot(base)
         if base in self.writers:
             self.manifest(base)  # has to be intact: it tells whether the snapshot was rolled back
@@ -181,7 +176,7 @@ def _value(found: _Document | CheckpointError) -> _Document:
 
 
 def _ways_out(found: Documents, up_to: Epoch) -> str:
-    """What else can be said about a checkpoint that lacks the state of an epoch."""
+    """Returns what else an error can say about a checkpoint that lacks the state of an epoch."""
     said = ""
     base = found.base_of(up_to)
     if base != NO_EPOCH:
@@ -194,7 +189,7 @@ def _ways_out(found: Documents, up_to: Epoch) -> str:
             said += (
                 f" The state of epoch {up_to} is also in the files before that snapshot: delete {document} to use them."
             )
-    whole = _newest_whole_epoch(found, up_to)
+    whole = newest_whole_epoch(found, up_to)
     if whole is not None:
         said += (
             f" The newest older epoch that is whole is {whole}: `anabranch checkpoint rewind {found.storage.location} "
@@ -203,7 +198,11 @@ def _ways_out(found: Documents, up_to: Epoch) -> str:
     return said
 
 
-def _newest_whole_epoch(found: Documents, before: Epoch) -> Epoch | None:
+def newest_whole_epoch(found: Documents, before: Epoch) -> Epoch | None:
+    """Returns the newest epoch before this one whose documents are intact and whose files are there in their size.
+
+    The content of the files is not read: that is what verifying a checkpoint is for.
+    """
     sizes: dict[str, int] = {}
     for folder in (paths.CHANGES, paths.SNAPSHOTS):
         sizes.update((path, size) for path, size, _ in found.storage.walk(folder))

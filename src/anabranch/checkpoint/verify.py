@@ -16,8 +16,7 @@ from anabranch.checkpoint import paths
 from anabranch.checkpoint.documents import checksum_of
 from anabranch.checkpoint.evolution import to_layout
 from anabranch.checkpoint.job import JobDescription, read_job
-from anabranch.checkpoint.manifests import ChangeFile
-from anabranch.checkpoint.snapshots import SnapshotFile
+from anabranch.checkpoint.manifests import ChangeFile, SnapshotFile
 from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.checkpoint.statefiles import Documents
 from anabranch.checkpoint.storage import Storage

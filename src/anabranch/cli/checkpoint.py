@@ -21,12 +21,15 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from anabranch.checkpoint import ChangeFile, JobDescription, StateFiles, Storage, paths, read_job, state_files
+from anabranch.checkpoint import paths
 from anabranch.checkpoint.cleanup import clean_up
 from anabranch.checkpoint.evolution import schema_in_words
 from anabranch.checkpoint.generations import generation_info, latest_generation
+from anabranch.checkpoint.job import JobDescription, read_job
+from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.sparklog import has_offsets, last_committed_epoch
-from anabranch.checkpoint.statefiles import Documents
+from anabranch.checkpoint.statefiles import Documents, StateFiles, state_files
+from anabranch.checkpoint.storage import Storage
 from anabranch.checkpoint.verify import DataFile, Problem, Report, VariableSize, describe, verify
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import NO_EPOCH, Epoch

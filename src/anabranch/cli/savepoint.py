@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from anabranch.checkpoint import Storage, state_files
 from anabranch.checkpoint.rewind import rewind as rewind_to
 from anabranch.checkpoint.savepoints import Savepoint
+from anabranch.checkpoint.statefiles import state_files
+from anabranch.checkpoint.storage import Storage
 from anabranch.cli.checkpoint import (
     AsJson,
     Checkpoint,

@@ -25,17 +25,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from anabranch.checkpoint import paths
-from anabranch.checkpoint.changes import read_changes
+from anabranch.checkpoint.datafiles import read_changes, read_snapshot_rows, write_snapshot_rows
 from anabranch.checkpoint.generations import check_generation, latest_generation
 from anabranch.checkpoint.job import read_job
-from anabranch.checkpoint.manifests import ChangeFile
-from anabranch.checkpoint.snapshots import (
-    Snapshot,
-    SnapshotFile,
-    read_snapshot_rows,
-    write_snapshot,
-    write_snapshot_rows,
-)
+from anabranch.checkpoint.manifests import ChangeFile, Snapshot, SnapshotFile, write_snapshot
 from anabranch.checkpoint.statefiles import StateFiles, state_files
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import AnabranchError, CheckpointError

@@ -9,8 +9,10 @@ import pyarrow as pa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from anabranch.checkpoint import ChangeFile, Storage, read_changes, write_changes
+from anabranch.checkpoint.datafiles import read_changes, write_changes
 from anabranch.checkpoint.evolution import obstacles, to_layout
+from anabranch.checkpoint.manifests import ChangeFile
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.schemas import Layout, Op, VariableKind, VariableSpec
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from anabranch.checkpoint.changes import write_changes
+from anabranch.checkpoint.datafiles import write_changes
 from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.ids import StageNumber, WorkerId

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from anabranch.checkpoint import Storage
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 

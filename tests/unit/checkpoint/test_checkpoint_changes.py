@@ -10,8 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from anabranch.checkpoint import ChangeFile, Storage, change_file, read_changes, variable_folder, write_changes
-from anabranch.checkpoint import changes as checkpoint_changes
+from anabranch.checkpoint import datafiles as checkpoint_changes
+from anabranch.checkpoint.datafiles import read_changes, write_changes
+from anabranch.checkpoint.manifests import ChangeFile
+from anabranch.checkpoint.paths import change_file, variable_folder
+from anabranch.checkpoint.storage import Storage
 from anabranch.core import gather
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Epoch, Generation, StageNumber, WorkerId

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.checkpoint import FORMAT_VERSION, Storage
-from anabranch.checkpoint.documents import decode, encode
+from anabranch.checkpoint.documents import FORMAT_VERSION, decode, encode
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 
 CONTENT = {"name": "größe", "numbers": [1, 2], "nothing": None}

@@ -4,16 +4,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from anabranch.checkpoint import (
+from anabranch.checkpoint.generations import (
     NO_GENERATION,
-    Storage,
     check_generation,
     claim_generation,
+    claim_next,
     generation_info,
     latest_generation,
 )
-from anabranch.checkpoint.generations import claim_next
 from anabranch.checkpoint.paths import generation_file
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, FencedError
 from anabranch.core.ids import Generation
 
@@ -46,7 +46,8 @@ def test_threads_that_claim_at_once_never_share_a_generation(storage: Storage) -
 def test_processes_that_claim_at_once_never_share_a_generation(storage: Storage) -> None:
     claim = f"""
 import sys
-from anabranch.checkpoint import Storage, claim_generation
+from anabranch.checkpoint.storage import Storage
+from anabranch.checkpoint.generations import claim_generation
 storage = Storage({storage.location!r})
 print("ready", flush=True)
 sys.stdin.readline()

@@ -5,15 +5,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from anabranch.checkpoint import (
-    FORMAT_VERSION,
-    JobDescription,
-    Storage,
-    claim_generation,
-    create_or_check,
-    read_job,
-)
+from anabranch.checkpoint.documents import FORMAT_VERSION
 from anabranch.checkpoint.evolution import schema_in_words
+from anabranch.checkpoint.generations import claim_generation
+from anabranch.checkpoint.job import JobDescription, create_or_check, read_job
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, UnsupportedError
 from anabranch.core.ids import JobId, StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind

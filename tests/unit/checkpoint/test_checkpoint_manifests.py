@@ -2,20 +2,19 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.checkpoint import (
-    FORMAT_VERSION,
+from anabranch.checkpoint.documents import FORMAT_VERSION, encode
+from anabranch.checkpoint.generations import claim_generation
+from anabranch.checkpoint.manifests import (
     ChangeFile,
     Manifest,
-    Storage,
-    chain,
-    claim_generation,
-    manifest_epochs,
+    newest_writers,
     read_manifest,
     remove_after,
     write_manifest,
 )
-from anabranch.checkpoint.documents import encode
 from anabranch.checkpoint.paths import manifest_file
+from anabranch.checkpoint.statefiles import state_files
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, FencedError
 from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion, StageNumber, WorkerId
 from anabranch.core.requests import Run
@@ -56,15 +55,15 @@ def test_a_manifest_comes_back_as_it_was_written(storage: Storage) -> None:
 def test_an_epoch_without_changes_or_watermarks_has_a_manifest_too(storage: Storage) -> None:
     manifest = manifest_of(0, files=(), watermarks={})
     write_manifest(storage, manifest)
-    assert chain(storage, Epoch(0)) == [manifest]
+    assert state_files(storage, Epoch(0)).manifests == (manifest,)
 
 
 def test_the_chain_is_every_epoch_in_order(storage: Storage) -> None:
     for epoch in (2, 0, 11, *range(3, 11), 1):
         write_manifest(storage, manifest_of(epoch))
-    assert [manifest.epoch for manifest in chain(storage, Epoch(10))] == list(range(11))
-    assert manifest_epochs(storage) == list(range(12))
-    assert chain(storage, NO_EPOCH) == []
+    assert [manifest.epoch for manifest in state_files(storage, Epoch(10)).manifests] == list(range(11))
+    assert list(newest_writers(storage)) == list(range(12))
+    assert state_files(storage, NO_EPOCH).manifests == ()
 
 
 def test_a_gap_in_the_chain_is_an_error_that_names_the_epoch(storage: Storage) -> None:
@@ -72,7 +71,7 @@ def test_a_gap_in_the_chain_is_an_error_that_names_the_epoch(storage: Storage) -
         write_manifest(storage, manifest_of(epoch))
     for up_to in (1, 2):
         with pytest.raises(CheckpointError, match=r"manifest of epoch 1 is missing in .*Restore"):
-            chain(storage, Epoch(up_to))
+            state_files(storage, Epoch(up_to))
     with pytest.raises(CheckpointError, match="epoch 1 is missing"):
         read_manifest(storage, Epoch(1))
 
@@ -82,8 +81,8 @@ def test_a_newer_generation_writes_an_epoch_again_and_wins(storage: Storage) -> 
     write_manifest(storage, manifest_of(1, generation=1))
     write_manifest(storage, manifest_of(1, generation=10, files=()))
     assert read_manifest(storage, Epoch(1)) == manifest_of(1, generation=10, files=())
-    assert [manifest.generation for manifest in chain(storage, Epoch(1))] == [1, 10]
-    assert manifest_epochs(storage) == [0, 1]
+    assert [manifest.generation for manifest in state_files(storage, Epoch(1)).manifests] == [1, 10]
+    assert list(newest_writers(storage)) == [0, 1]
 
 
 def test_a_generation_may_write_an_epoch_again(storage: Storage) -> None:
@@ -121,7 +120,7 @@ def test_rolled_back_epochs_are_removed_in_all_generations(storage: Storage) -> 
     for epoch, generation in [(0, 1), (1, 1), (2, 1), (2, 2), (3, 1)]:
         write_manifest(storage, manifest_of(epoch, generation))
     assert remove_after(storage, Epoch(1)) == [2, 3]
-    assert manifest_epochs(storage) == [0, 1]
+    assert list(newest_writers(storage)) == [0, 1]
     assert remove_after(storage, Epoch(1)) == []
     assert remove_after(storage, NO_EPOCH) == [0, 1]
 
@@ -140,7 +139,7 @@ def test_a_removal_that_is_interrupted_leaves_no_gap(storage: Storage, monkeypat
     monkeypatch.setattr(Storage, "delete", only_twice)
     with pytest.raises(KeyboardInterrupt):
         remove_after(storage, Epoch(0))
-    assert manifest_epochs(storage) == [0, 1, 2]
+    assert list(newest_writers(storage)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("damage", [lambda raw: raw[:-20], lambda raw: raw.replace(b'"rows": 10', b'"rows": 11')])
@@ -149,14 +148,14 @@ def test_a_truncated_or_altered_manifest_is_an_error_that_names_the_file(storage
     path = path_of(storage, 0)
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises(CheckpointError, match=rf"{path.name} is damaged.*Restore"):
-        chain(storage, Epoch(0))
+        state_files(storage, Epoch(0))
 
 
 def test_a_manifest_in_the_place_of_another_is_noticed(storage: Storage) -> None:
     write_manifest(storage, manifest_of(0))
     path_of(storage, 1).write_bytes(path_of(storage, 0).read_bytes())
     with pytest.raises(CheckpointError, match="it is of epoch 0, generation 1"):
-        chain(storage, Epoch(1))
+        state_files(storage, Epoch(1))
 
 
 def test_a_manifest_without_its_fields_is_an_error(storage: Storage) -> None:
@@ -175,14 +174,14 @@ def test_a_chain_that_starts_from_a_snapshot_is_refused_rather_than_read_without
     write_manifest(storage, manifest_of(0, base="anabranch/snapshots/x"))
     assert read_manifest(storage, Epoch(0)).base == "anabranch/snapshots/x"
     with pytest.raises(CheckpointError, match="starts from the snapshot anabranch/snapshots/x"):
-        chain(storage, Epoch(0))
+        state_files(storage, Epoch(0))
 
 
 def test_a_chain_by_two_drivers_at_once_is_refused(storage: Storage) -> None:
     write_manifest(storage, manifest_of(0, generation=2))
     write_manifest(storage, manifest_of(1, generation=1))
     with pytest.raises(CheckpointError, match="Two drivers wrote"):
-        chain(storage, Epoch(1))
+        state_files(storage, Epoch(1))
 
 
 def test_files_that_are_no_manifests_are_left_alone(storage: Storage) -> None:

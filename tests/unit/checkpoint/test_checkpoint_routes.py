@@ -1,8 +1,10 @@
 import pytest
 
-from anabranch.checkpoint import Storage, claim_generation, load_route, newest_route, save_route
 from anabranch.checkpoint.documents import encode
+from anabranch.checkpoint.generations import claim_generation
+from anabranch.checkpoint.manifests import load_route, newest_route, save_route
 from anabranch.checkpoint.paths import route_file
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, FencedError
 from anabranch.core.ids import Epoch, Generation, RouteVersion, WorkerId
 from anabranch.core.routes import Route, initial_route, next_route

@@ -1,4 +1,5 @@
-from anabranch.checkpoint import Storage, has_offsets, last_committed_epoch
+from anabranch.checkpoint.sparklog import has_offsets, last_committed_epoch
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.ids import NO_EPOCH
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.checkpoint import Storage
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 
 
@@ -135,7 +135,7 @@ def test_a_failed_write_leaves_the_old_content_and_nothing_else(
 def test_a_process_killed_before_the_rename_leaves_nothing_that_counts(storage: Storage, call: str) -> None:
     killed_in_between = f"""
 import os, pathlib, signal
-from anabranch.checkpoint import Storage
+from anabranch.checkpoint.storage import Storage
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 pathlib.Path.replace = die
 os.link = die

@@ -10,10 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.checkpoint import ChangeFile, Manifest, Storage, paths, write_manifest
+from anabranch.checkpoint import paths
 from anabranch.checkpoint.cleanup import CleanedUp, Policy, clean_up, retained_epochs
-from anabranch.checkpoint.snapshots import Snapshot, SnapshotFile, snapshot_epochs, write_snapshot
+from anabranch.checkpoint.manifests import (
+    ChangeFile,
+    Manifest,
+    Snapshot,
+    SnapshotFile,
+    snapshot_epochs,
+    write_manifest,
+    write_snapshot,
+)
 from anabranch.checkpoint.statefiles import Documents, StateFiles, state_files
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion, StageNumber, WorkerId
 from anabranch.core.requests import Run

@@ -6,8 +6,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from anabranch.checkpoint import ChangeFile, Storage, read_changes, write_changes
+from anabranch.checkpoint.datafiles import read_changes, write_changes
 from anabranch.checkpoint.evolution import MEANING, obstacles, shape_file, shape_of, to_layout
+from anabranch.checkpoint.manifests import ChangeFile
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Generation, StageNumber, WorkerId
 from anabranch.core.schemas import Layout, Op, VariableKind, VariableSpec

@@ -7,19 +7,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from anabranch.checkpoint import (
-    FORMAT_VERSION,
-    JobDescription,
-    Manifest,
-    Storage,
-    claim_generation,
-    create_or_check,
-    documents,
-    read_job,
-    write_manifest,
-)
-from anabranch.checkpoint.job import deleted_variables, save_shape
+from anabranch.checkpoint import documents
+from anabranch.checkpoint.documents import FORMAT_VERSION
+from anabranch.checkpoint.generations import claim_generation
+from anabranch.checkpoint.job import JobDescription, create_or_check, deleted_variables, read_job, save_shape
+from anabranch.checkpoint.manifests import Manifest, write_manifest
 from anabranch.checkpoint.shapes import former_places
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, FencedError
 from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion, StageNumber
 from anabranch.core.requests import Run

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.checkpoint import rewind
-from anabranch.checkpoint.manifests import Manifest, manifest_epochs, write_manifest
+from anabranch.checkpoint.manifests import Manifest, newest_writers, write_manifest
 from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
@@ -45,7 +45,7 @@ def test_later_epochs_are_put_aside_and_put_back_one_at_a_time(storage: Storage)
     assert last_committed_epoch(storage) == 2
     assert names(storage, "offsets") == sorted([*(f".{n}.crc" for n in range(3)), *map(str, range(3))])
     assert names(storage, "commits") == sorted([*(f".{n}.crc" for n in range(3)), *map(str, range(3))])
-    assert manifest_epochs(storage) == [0, 1, 2]
+    assert list(newest_writers(storage)) == [0, 1, 2]
     for epoch in (3, 4, 5, 6):
         assert rewind.pending(storage)[0] == epoch
         rewind.put_back(storage, Epoch(epoch))

@@ -10,17 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from anabranch.checkpoint import Storage, paths, snapshots
+from anabranch.checkpoint import datafiles, paths
+from anabranch.checkpoint.datafiles import read_snapshot_rows, write_snapshot_rows
 from anabranch.checkpoint.documents import encode
-from anabranch.checkpoint.snapshots import (
-    Snapshot,
-    SnapshotFile,
-    read_snapshot,
-    read_snapshot_rows,
-    snapshot_epochs,
-    write_snapshot,
-    write_snapshot_rows,
-)
+from anabranch.checkpoint.manifests import Snapshot, SnapshotFile, read_snapshot, snapshot_epochs, write_snapshot
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Epoch, Generation
 from anabranch.core.keygroups import key_groups_of
@@ -74,7 +68,7 @@ def test_only_the_rows_of_the_wanted_key_groups_come_back(storage: Storage, stag
 
 
 def test_row_groups_are_small_and_skipped(storage: Storage, stage: StageSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "ROW_GROUP_ROWS", 100)
+    monkeypatch.setattr(datafiles, "ROW_GROUP_ROWS", 100)
     rows = value_rows(stage.layouts["value"], random_hashes(1000))
     (file,) = write(storage, stage, rows)
     parquet = pq.ParquetFile(storage.full_path(file.path))
@@ -92,7 +86,7 @@ def test_row_groups_are_small_and_skipped(storage: Storage, stage: StageSpec, mo
 def test_files_are_bounded_also_within_a_key_group(
     storage: Storage, stage: StageSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshots, "FILE_ROWS_MAX", 300)
+    monkeypatch.setattr(datafiles, "FILE_ROWS_MAX", 300)
     layout = stage.layouts["value"]
     rows = value_rows(layout, np.concatenate([random_hashes(500), np.arange(900) * GROUPS + 5]))
     files = write(storage, stage, rows)

@@ -5,21 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.checkpoint import (
-    FORMAT_VERSION,
+from anabranch.checkpoint import paths
+from anabranch.checkpoint.documents import FORMAT_VERSION
+from anabranch.checkpoint.generations import claim_generation
+from anabranch.checkpoint.job import JobDescription, create_or_check, save_shape
+from anabranch.checkpoint.manifests import (
     ChangeFile,
-    JobDescription,
     Manifest,
-    Storage,
-    claim_generation,
-    create_or_check,
-    paths,
+    Snapshot,
+    SnapshotFile,
     remove_after,
+    snapshot_epochs,
     write_manifest,
+    write_snapshot,
 )
-from anabranch.checkpoint.job import save_shape
-from anabranch.checkpoint.snapshots import Snapshot, SnapshotFile, snapshot_epochs, write_snapshot
-from anabranch.checkpoint.statefiles import newest_whole_epoch, state_files
+from anabranch.checkpoint.statefiles import Documents, newest_whole_epoch, state_files
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import NO_EPOCH, Epoch, Generation, JobId, RouteVersion, StageNumber, WorkerId
 from anabranch.core.requests import Run
@@ -125,8 +126,8 @@ def test_a_missing_manifest_is_named_and_so_is_the_newest_whole_epoch(storage: S
     forget(storage, 4)
     with pytest.raises(CheckpointError, match=r"manifest of epoch 4 is missing.*older epoch that is whole is 3:"):
         state_files(storage, Epoch(6))
-    assert newest_whole_epoch(storage, Epoch(6)) == 3
-    assert newest_whole_epoch(storage, Epoch(3)) == 2
+    assert newest_whole_epoch(Documents(storage), Epoch(6)) == 3
+    assert newest_whole_epoch(Documents(storage), Epoch(3)) == 2
 
 
 def test_a_damaged_manifest_is_named_and_so_is_the_newest_whole_epoch(storage: Storage) -> None:
@@ -141,10 +142,10 @@ def test_an_epoch_whose_files_are_missing_or_cut_off_is_not_whole(storage: Stora
     forget(storage, 3)
     (file,) = state_files(storage, Epoch(2)).manifests[2].files
     storage.delete(file.path)
-    assert newest_whole_epoch(storage, Epoch(3)) == 1
+    assert newest_whole_epoch(Documents(storage), Epoch(3)) == 1
     (file,) = state_files(storage, Epoch(1)).manifests[1].files
     storage.write(file.path, b"dat")
-    assert newest_whole_epoch(storage, Epoch(3)) == 0
+    assert newest_whole_epoch(Documents(storage), Epoch(3)) == 0
 
 
 def test_a_damaged_snapshot_is_never_passed_over_in_silence(storage: Storage) -> None:

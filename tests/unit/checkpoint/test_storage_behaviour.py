@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from anabranch.checkpoint import Storage
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from support.s3_server import S3Server, running_s3
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from s3fs.errors import translate_boto_error
 
-from anabranch.checkpoint import Storage
+from anabranch.checkpoint.storage import Storage
 from anabranch.checkpoint.storage.drivers import is_conflict, is_taken, is_unsupported, place_of, refusal
 from anabranch.core.errors import CheckpointError
 

@@ -11,10 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from anabranch.checkpoint import Storage, claim_generation, paths, read_manifest, write_manifest
+from anabranch.checkpoint import paths
 from anabranch.checkpoint.cleanup import clean_up
 from anabranch.checkpoint.documents import checksum_of
-from anabranch.checkpoint.snapshots import SnapshotFile, read_snapshot, write_snapshot
+from anabranch.checkpoint.generations import claim_generation
+from anabranch.checkpoint.manifests import SnapshotFile, read_manifest, read_snapshot, write_manifest, write_snapshot
+from anabranch.checkpoint.storage import Storage
 from anabranch.checkpoint.verify import Report, describe, verify
 from anabranch.core.ids import Epoch, Generation
 from anabranch.core.schemas import StageSpec

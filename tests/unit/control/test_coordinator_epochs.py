@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from anabranch.checkpoint.generations import claim_generation
-from anabranch.checkpoint.manifests import manifest_epochs, read_manifest
+from anabranch.checkpoint.manifests import newest_writers, read_manifest
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.owned_checkpoint import claim
@@ -67,7 +67,7 @@ def test_an_epoch_is_begun_collected_prepared_and_committed_on_every_worker(
     assert [file.worker for file in manifest.files] == ["one", "two"]
     assert (manifest.run, manifest.route_version) == (0, coordinator.route.version)
     run(coordinator, 1)
-    assert manifest_epochs(storage) == [0, 1]
+    assert list(newest_writers(storage)) == [0, 1]
 
 
 def test_tasks_learn_where_their_key_groups_are(coordinator: Coordinator) -> None:
@@ -98,14 +98,14 @@ def test_an_epoch_fails_where_a_worker_does_and_nothing_of_it_counts(
     with pytest.raises(EpochError, match="two:1"):
         run(coordinator, 0)
     assert workers[0].kinds()[-1] == "abort"
-    assert manifest_epochs(storage) == []
+    assert list(newest_writers(storage)) == []
     assert coordinator.committed_epoch == -1
     # The same epoch can be run again, as another run; without a worker that was lost.
     if isinstance(error, LostWorkerError):
         workers[0].sealed = SEALED
     run(coordinator, 0)
     assert {request.run for request in workers[0].requests if hasattr(request, "run")} == {0, 1}
-    assert manifest_epochs(storage) == [0]
+    assert list(newest_writers(storage)) == [0]
 
 
 def test_a_worker_lost_after_the_commit_point_does_not_undo_the_epoch(
@@ -114,7 +114,7 @@ def test_a_worker_lost_after_the_commit_point_does_not_undo_the_epoch(
     workers[0].failures["commit"] = LostWorkerError("one:1 cannot be reached.")
     run(coordinator, 0)
     assert coordinator.committed_epoch == 0
-    assert manifest_epochs(storage) == [0]
+    assert list(newest_writers(storage)) == [0]
 
 
 def test_a_sink_that_fails_aborts_on_all_workers(coordinator: Coordinator, workers: list[StandIn]) -> None:
@@ -130,7 +130,7 @@ def test_a_newer_driver_ends_this_one_at_the_commit_point(coordinator: Coordinat
     claim_generation(storage, {})
     with pytest.raises(FencedError, match=r"generation 2"):
         coordinator.commit(0)
-    assert manifest_epochs(storage) == []
+    assert list(newest_writers(storage)) == []
     with pytest.raises(FencedError):
         coordinator.begin(0)
 

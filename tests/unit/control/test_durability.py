@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.checkpoint.manifests import manifest_epochs
+from anabranch.checkpoint.manifests import newest_writers
 from anabranch.checkpoint.statefiles import StateFiles
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.epochs.durability import Durability
@@ -42,7 +42,7 @@ def test_an_epoch_that_somebody_waits_for_is_due(durability: Durability, owned: 
     waiting.join(30)
     assert waited == [True]
     assert (durability.is_due, durability.volatile) == (False, {})
-    assert manifest_epochs(Storage(owned.storage.location)) == [0]
+    assert list(newest_writers(Storage(owned.storage.location))) == [0]
 
 
 def test_who_asks_for_an_epoch_that_is_durable_takes_nothing_back(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from anabranch.checkpoint.manifests import ChangeFile, Manifest, manifest_epochs, newest_route, write_manifest
+from anabranch.checkpoint.manifests import ChangeFile, Manifest, newest_route, newest_writers, write_manifest
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.membership.members import Membership, discover
 from anabranch.control.owned_checkpoint import OwnedCheckpoint, claim
@@ -63,7 +63,7 @@ def test_the_epochs_that_spark_committed_are_restored_by_key_group(tmp_path: Pat
     assert (second.generation, second.job.job_id) == (Generation(2), first.job.job_id)
     assert resumed.committed.epoch == 1
     assert resumed.route == route
-    assert manifest_epochs(resumed.owned.storage) == [0, 1, 2], "Spark may yet commit an epoch for an older driver"
+    assert list(newest_writers(resumed.owned.storage)) == [0, 1, 2], "Spark may yet commit an epoch for an older driver"
     assert restored(one) == [(list(route.groups_of(WorkerId("one"))), ["0", "1"])]
     assert restored(two) == [(list(route.groups_of(WorkerId("two"))), ["0", "1"])]
     opening = one.requests[0]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Epoch
 from anabranch.engine.spark.sinks import shift_of
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "checkpoint"), durable=False)
 
 
 def plan(storage: Storage, *epochs: int) -> None:

@@ -11,9 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from anabranch.checkpoint import Storage, claim_generation, paths
-from anabranch.checkpoint.snapshots import Snapshot, read_snapshot, read_snapshot_rows, snapshot_epochs
+from anabranch.checkpoint import paths
+from anabranch.checkpoint.datafiles import read_snapshot_rows
+from anabranch.checkpoint.generations import claim_generation
+from anabranch.checkpoint.manifests import Snapshot, read_snapshot, snapshot_epochs
 from anabranch.checkpoint.statefiles import state_files
+from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, FencedError
 from anabranch.core.ids import NO_EPOCH, Epoch, Generation, StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from anabranch.checkpoint.manifests import ChangeFile, Manifest, write_manifest
-from anabranch.checkpoint.snapshots import snapshot_epochs
+from anabranch.checkpoint.manifests import ChangeFile, Manifest, snapshot_epochs, write_manifest
 from anabranch.checkpoint.statefiles import StateFiles, state_files
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.owned_checkpoint import Committed, OwnedCheckpoint

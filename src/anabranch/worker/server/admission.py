@@ -8,8 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from anabranch.checkpoint.manifests import ChangeFile
-from anabranch.checkpoint.snapshots import SnapshotFile
+from anabranch.checkpoint.manifests import ChangeFile, SnapshotFile
 from anabranch.core.errors import WorkerError
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.wire import messages

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from anabranch.checkpoint import paths
-from anabranch.checkpoint.changes import write_changes
+from anabranch.checkpoint.datafiles import write_changes
 from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.core import requests
 from anabranch.core.errors import EpochError, FencedError, WorkerError

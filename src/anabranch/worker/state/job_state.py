@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from anabranch.checkpoint.manifests import ChangeFile
-from anabranch.checkpoint.snapshots import SnapshotFile
+from anabranch.checkpoint.manifests import ChangeFile, SnapshotFile
 from anabranch.core.errors import WorkerError
 from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of

@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from anabranch.checkpoint.changes import read_changes
-from anabranch.checkpoint.manifests import ChangeFile
-from anabranch.checkpoint.snapshots import SnapshotFile, read_snapshot_rows
+from anabranch.checkpoint.datafiles import read_changes, read_snapshot_rows
+from anabranch.checkpoint.manifests import ChangeFile, SnapshotFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.eventtime import EventTime
 from anabranch.core.gather import gathered
