@@ -1,4 +1,4 @@
-"""Starting a query: claim the checkpoint, start or find the workers, restore the state, and hand over to Spark."""
+"""Starts a query: claims the checkpoint, starts or finds the workers, restores the state, and hands over to Spark."""
 
 from __future__ import annotations
 
@@ -48,77 +48,104 @@ logger = logging.getLogger(__name__)
 _EPOCHS_WITHOUT_ROWS = "spark.sql.streaming.noDataMicroBatches.enabled"
 
 
-def start_query(
-    pipeline: Pipeline,
-    sample: DataFrame,
-    sink: Sink,
-    description: str,
-    *,
-    late: LateRows | None = None,
-    settings: Settings,
-    checkpoint: str | TemporaryFolder,
-    mode: str,
-    trigger: Mapping[str, Any],
-    name: str | None,
-    now_ms: Callable[[], int] | None = None,
-) -> StreamQuery:
-    """Start everything, or leave nothing behind."""
-    settings = _with_token(settings)
+@dataclass(frozen=True)
+class QuerySpec:
+    """A query as the writer describes it, with all that was checked before it starts."""
+
+    pipeline: Pipeline
+    #: A DataFrame with the columns of the result.
+    sample: DataFrame
+    sink: Sink
+    #: The sink in a few words.
+    description: str
+    settings: Settings
+    checkpoint: str | TemporaryFolder
+    mode: str
+    trigger: Mapping[str, Any]
+    name: str | None
+    #: Only if the user asks for rows that come too late.
+    late: LateRows | None = None
+    #: The processing time of epochs, if it is not Spark's.
+    now_ms: Callable[[], int] | None = None
+
+
+def start_query(query: QuerySpec) -> StreamQuery:
+    """Starts everything, or leaves nothing behind."""
+    settings = _with_token(query.settings)
     _check_exposure(settings)
     if not settings.worker_addresses:
         prepare()
-    spark = sample.sparkSession
+    spark = query.sample.sparkSession
     use_own_daemon(spark)
     leave_out_lost_workers(spark)
-    temporary = checkpoint if isinstance(checkpoint, TemporaryFolder) else None
-    place = checkpoint.path if isinstance(checkpoint, TemporaryFolder) else checkpoint
+    temporary = query.checkpoint if isinstance(query.checkpoint, TemporaryFolder) else None
+    place = query.checkpoint if isinstance(query.checkpoint, str) else query.checkpoint.path
     location = qualified(spark, place, what="The checkpoint", error=CheckpointError)
-    default = settings.parallelism or max(spark.sparkContext.defaultParallelism, 1)
-
-    def launch(settings: Settings, parallelism: Mapping[StageNumber, int]) -> Running:
-        _check_one_query_per_checkpoint(spark, location)
-        with contextlib.ExitStack() as undo:
-            owned, coordinator = _start_coordinator(pipeline, settings, location, parallelism, undo)
-            stream = SparkStream(has_watermark=pipeline.has_watermark)
-            coordinator.cluster.on_loss = lambda _: stream.cancel_jobs()
-            ticks = _make_ticks(spark, pipeline, mode, trigger, undo)
-            loop = EpochLoop(
-                pipeline.segments,
-                coordinator,
-                sink,
-                complete=mode == "complete",
-                append=mode == "append",
-                shuffle_partitions=default,
-                stream=stream,
-                ticks=ticks,
-                late=late,
-                tables=_make_tables(pipeline, settings, undo),
-                now_ms=now_ms,
-            )
-            rows = loop.stream_inputs.read() if pipeline.segments else pipeline.source
-            if ticks is not None:
-                rows = ticks.added_to(rows)
-            if isinstance(sink, FileSink):
-                sink.begin(spark, owned.storage, owned.spark, Epoch(coordinator.committed_epoch))
-            _replay(rows, loop, location, stream)
-            if ticks is not None and coordinator.committed_epoch != NO_EPOCH:
-                ticks.note_restart()
-            restart = partial(_start_spark, rows, loop, stream, location, trigger, name)
-            operators = StateOperators(pipeline.stateful_stages)
-            return Running(restart(), loop, coordinator, operators, undo.pop_all().close, restart)
-
-    running = launch(settings, {stage.spec.number: stage.parallelism or default for stage in pipeline.stateful_stages})
-    query = StreamQuery(running, pipeline, settings=settings, sink=description, relaunch=launch, temporary=temporary)
+    default_parallelism = settings.parallelism or max(spark.sparkContext.defaultParallelism, 1)
+    parallelism = {
+        stage.spec.number: stage.parallelism or default_parallelism for stage in query.pipeline.stateful_stages
+    }
+    # A query that is rescaled by a restart is launched again, with other settings.
+    launch = partial(_launch, query, location, default_parallelism)
+    handle = StreamQuery(
+        launch(settings, parallelism),
+        query.pipeline,
+        settings=settings,
+        sink=query.description,
+        relaunch=launch,
+        temporary=temporary,
+    )
     try:
-        query.open_control(strict_port="control_port" in settings.given)
+        handle.open_control(strict_port="control_port" in settings.given)
     except SettingsError:
-        query.stop()
+        handle.stop()
         raise
-    return query
+    return handle
+
+
+def _launch(
+    query: QuerySpec,
+    location: str,
+    default_parallelism: int,
+    settings: Settings,
+    parallelism: Mapping[StageNumber, int],
+) -> Running:
+    """Opens the job on its workers, repeats the epochs that have to be, and starts Spark's query."""
+    pipeline, sink, spark = query.pipeline, query.sink, query.sample.sparkSession
+    _check_one_query_per_checkpoint(spark, location)
+    with contextlib.ExitStack() as undo:
+        owned, coordinator = _start_coordinator(pipeline, settings, location, parallelism, undo)
+        stream = SparkStream(has_watermark=pipeline.has_watermark)
+        coordinator.cluster.on_loss = lambda _: stream.cancel_jobs()
+        ticks = _make_ticks(query, undo)
+        loop = EpochLoop(
+            pipeline.segments,
+            coordinator,
+            sink,
+            complete=query.mode == "complete",
+            append=query.mode == "append",
+            shuffle_partitions=default_parallelism,
+            stream=stream,
+            ticks=ticks,
+            late=query.late,
+            tables=_make_tables(pipeline, settings, undo),
+            now_ms=query.now_ms,
+        )
+        rows = loop.stream_inputs.read() if pipeline.segments else pipeline.source
+        if ticks is not None:
+            rows = ticks.added_to(rows)
+        if isinstance(sink, FileSink):
+            sink.begin(spark, owned.storage, owned.spark, Epoch(coordinator.committed_epoch))
+        _repeat_epochs(rows, loop, location, stream)
+        if ticks is not None and coordinator.committed_epoch != NO_EPOCH:
+            ticks.note_restart()
+        restart = partial(_start_spark, rows, loop, stream, location, query.trigger, query.name)
+        operators = StateOperators(pipeline.stateful_stages)
+        return Running(restart(), loop, coordinator, operators, undo.pop_all().close, restart)
 
 
 def _with_token(settings: Settings) -> Settings:
-    """Every query has a token: workers that it starts get a new one, others of this user have the user's own."""
+    """Gives the query a token: workers that it starts get a new one, others of this user have the user's own."""
     if settings.token:
         return settings
     if far := _far_workers(settings):
@@ -130,6 +157,7 @@ def _with_token(settings: Settings) -> Settings:
 
 
 def _check_exposure(settings: Settings) -> None:
+    """Checks that strangers on the network cannot reach the workers, and warns if they could listen in."""
     credentials = Credentials.of(settings)
     credentials.check()
     if credentials.uses_tls and not settings.worker_addresses and not credentials.serves_tls:
@@ -165,7 +193,7 @@ def _start_coordinator(
     parallelism: Mapping[StageNumber, int],
     undo: contextlib.ExitStack,
 ) -> tuple[OwnedCheckpoint, Coordinator]:
-    """Claim the checkpoint, start or find the workers, and open the job on them; `undo` takes all of it down."""
+    """Claims the checkpoint, starts or finds the workers, and opens the job on them; `undo` takes all of it down."""
     if settings.savepoint:
         seed(location, settings.state_location, settings.savepoint)
     specs = [stage.spec for stage in pipeline.stateful_stages]
@@ -238,8 +266,8 @@ def _find_workers(settings: Settings, workers: EmbeddedWorkers) -> Membership:
     return connect(started, timeout_s=settings.request_timeout_s, credentials=Credentials.of(settings))
 
 
-def _replay(rows: DataFrame, loop: EpochLoop, location: str, stream: SparkStream) -> None:
-    """Let Spark repeat the epochs that were put aside, one after the other, before it goes on with new ones."""
+def _repeat_epochs(rows: DataFrame, loop: EpochLoop, location: str, stream: SparkStream) -> None:
+    """Lets Spark repeat the epochs that were put aside, one after the other, before it goes on with new ones."""
     spark = Storage(location)
     for epoch in rewind.repeated(spark):
         logger.warning("epoch %d is repeated from the offsets that it had", epoch)
@@ -249,20 +277,19 @@ def _replay(rows: DataFrame, loop: EpochLoop, location: str, stream: SparkStream
             raise explained(loop, error) from error
 
 
-def _make_ticks(
-    spark: SparkSession, pipeline: Pipeline, mode: str, trigger: Mapping[str, Any], undo: contextlib.ExitStack
-) -> Ticks | None:
-    """Epochs without rows, if any stage has something to do in them and Spark's setting for them does not forbid it."""
-    clocks = {stage.clock for stage in pipeline.stateful_stages} - {Clock.NONE}
-    if mode == "complete":
+def _make_ticks(query: QuerySpec, undo: contextlib.ExitStack) -> Ticks | None:
+    """Makes the source of epochs without rows, if any stage has something to do in them."""
+    clocks = {stage.clock for stage in query.pipeline.stateful_stages} - {Clock.NONE}
+    if query.mode == "complete":
         clocks -= {Clock.EVENT_TIME}  # the result keeps everything
     if not clocks:
         return None
     # The source of ticks is there in either case: Spark does not let a query's sources change when it is restarted.
+    spark = query.sample.sparkSession
     are_wanted = (spark.conf.get(_EPOCHS_WITHOUT_ROWS, "true") or "true").lower() == "true"
     ticks = Ticks(after_rows=are_wanted)
     undo.callback(ticks.close)
-    if are_wanted and Clock.PROCESSING_TIME in clocks and not {"once", "availableNow"} & trigger.keys():
+    if are_wanted and Clock.PROCESSING_TIME in clocks and not {"once", "availableNow"} & query.trigger.keys():
         ticks.keep_wishing()
     return ticks
 

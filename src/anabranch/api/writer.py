@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from anabranch.api.query import StreamQuery
 from anabranch.api.settings import is_setting, resolve_settings
 from anabranch.api.sinks import LateTarget, TablePlace, choose_late_rows, choose_sink
-from anabranch.api.start import start_query
+from anabranch.api.start import QuerySpec, start_query
 from anabranch.checkpoint.job import stages_of
 from anabranch.checkpoint.shapes import former_places
 from anabranch.checkpoint.storage import Storage
@@ -133,18 +133,9 @@ class StreamWriter:
         **options: Any,
     ) -> StreamQuery:
         """Start the query and return its handle."""
-        self.options(**options)
         if path is not None:
-            self.option("path", path)
-        if format is not None:
-            self.format(format)
-        if outputMode is not None:
-            self.outputMode(outputMode)
-        if partitionBy is not None:
-            self.partitionBy(*([partitionBy] if isinstance(partitionBy, str) else partitionBy))
-        if queryName is not None:
-            self.queryName(queryName)
-        return self._start(None)
+            options = {**options, "path": path}
+        return self._start(None, format, outputMode, partitionBy, queryName, options)
 
     def toTable(
         self,
@@ -158,18 +149,27 @@ class StreamWriter:
         """Start the query with a table of the catalog as its sink; the table is made if there is none."""
         if self._function is not None:
             raise UnsupportedError("A query has one sink: foreachBatch or toTable, not both.")
+        return self._start(TablePlace(tableName), format, outputMode, partitionBy, queryName, options)
+
+    def _start(
+        self,
+        table: TablePlace | None,
+        format: str | None,
+        output_mode: str | None,
+        partition_by: str | list[str] | None,
+        name: str | None,
+        options: Mapping[str, Any],
+    ) -> StreamQuery:
+        """Checks everything, and starts the query; what is given here counts more than what was set before."""
         self.options(**options)
         if format is not None:
             self.format(format)
-        if outputMode is not None:
-            self.outputMode(outputMode)
-        if partitionBy is not None:
-            self.partitionBy(*([partitionBy] if isinstance(partitionBy, str) else partitionBy))
-        if queryName is not None:
-            self.queryName(queryName)
-        return self._start(TablePlace(tableName))
-
-    def _start(self, table: TablePlace | None) -> StreamQuery:
+        if output_mode is not None:
+            self.outputMode(output_mode)
+        if partition_by is not None:
+            self.partitionBy(*([partition_by] if isinstance(partition_by, str) else partition_by))
+        if name is not None:
+            self.queryName(name)
         spark = self._sample.sparkSession
         check_output_mode(self._pipeline, self._mode)
         # Before anything is made under that name, such as a memory table in place of the other query's.
@@ -205,21 +205,23 @@ class StreamWriter:
             )
             description = f"{description}; {self._late}"
         return start_query(
-            pipeline,
-            self._sample,
-            sink,
-            description,
-            late=late,
-            settings=settings,
-            checkpoint=checkpoint,
-            mode=self._mode,
-            trigger=self._trigger,
-            name=self._name,
-            now_ms=self._now_ms,
+            QuerySpec(
+                pipeline,
+                self._sample,
+                sink,
+                description,
+                settings=settings,
+                checkpoint=checkpoint,
+                mode=self._mode,
+                trigger=self._trigger,
+                name=self._name,
+                late=late,
+                now_ms=self._now_ms,
+            )
         )
 
     def _default_checkpoint(self, settings: Settings, table: TablePlace | None) -> str | TemporaryFolder:
-        """As Spark has it: a folder of the session's, or a temporary one if the sink keeps nothing itself."""
+        """Returns, as Spark does, a folder of the session's, or a temporary one if the sink keeps nothing itself."""
         parent = self._sample.sparkSession.conf.get("spark.sql.streaming.checkpointLocation", None)
         if parent:
             return f"{parent.rstrip('/')}/{self._name or uuid.uuid4()}"
@@ -234,7 +236,7 @@ class StreamWriter:
 
 
 def _as_in_checkpoint(pipeline: Pipeline, spark: SparkSession, checkpoint: str, settings: Settings) -> Pipeline:
-    """Calls before a stateful stage may come and go: its state stays under the number that it had at first."""
+    """Gives stages the numbers that they have in the checkpoint: calls before a stateful stage may come and go."""
     location = qualified(spark, checkpoint, what="The checkpoint", error=CheckpointError)
     stored = stages_of(Storage(settings.state_location or location))
     if not stored and settings.savepoint:

@@ -198,7 +198,7 @@ def _check_names(stages: tuple[StageSpec, ...]) -> None:
             folder = paths.safe_name(name).casefold()
             if folder in seen:
                 raise UnsupportedError(
-                    f"The {what} {seen[folder]!r} and {name!r} have the same name, or names that differ in case only, and "
-                    f"would share a folder of the checkpoint. Rename one of them."
+                    f"The {what} {seen[folder]!r} and {name!r} have the same name, or names that differ in case only, "
+                    f"and would share a folder of the checkpoint. Rename one of them."
                 )
             seen[folder] = name

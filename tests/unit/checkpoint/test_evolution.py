@@ -7,8 +7,9 @@ import pyarrow as pa
 import pytest
 
 from anabranch.checkpoint.datafiles import read_changes, write_changes
-from anabranch.checkpoint.evolution import MEANING, obstacles, shape_file, shape_of, to_layout
+from anabranch.checkpoint.evolution import MEANING, obstacles, to_layout
 from anabranch.checkpoint.manifests import ChangeFile
+from anabranch.checkpoint.paths import generation_of, shape_file
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Generation, StageNumber, WorkerId
@@ -244,6 +245,6 @@ def test_change_files_of_every_age_are_read_in_the_layout_of_today(storage: Stor
 
 def test_shapes_are_named_by_generation() -> None:
     assert shape_file(Generation(12)) == "anabranch/shapes/00000012.json"
-    assert shape_of("00000012.json") == 12
-    assert shape_of("12.json") is None
-    assert shape_of("00000012.json.tmp") is None
+    assert generation_of("00000012.json") == 12
+    assert generation_of("12.json") is None
+    assert generation_of("00000012.json.tmp") is None
