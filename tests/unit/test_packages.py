@@ -16,6 +16,14 @@ PACKAGES = ["api", "plan", "operators", "engine", "control", "worker", "checkpoi
 MAY_USE_FLIGHT = {"wire", "worker"}
 
 
+#: The only room, from the package, for what PySpark does not promise to keep: its JVM, and what it keeps to itself.
+SPARK_ROOM = Path("engine/spark")
+#: Packages that another change moves there.
+NOT_CHECKED = {"operators", "plan"}
+#: Attributes by which PySpark's objects hold on to their twins in the JVM, or that lead there.
+SPARK_PRIVATE = {"_jvm", "_jsc", "_jdf", "_jsq", "_jgd", "_jc", "_jwrite", "_jsparkSession", "_gateway", "_sc"}
+
+
 def imported_names(text: str) -> Iterator[tuple[int, str]]:
     """What a module imports, wherever in it the import stands, and the line."""
     for node in ast.walk(ast.parse(text)):
@@ -38,6 +46,44 @@ def test_only_wire_and_worker_import_flight() -> None:
     ]
     if breaches:
         pytest.fail("\n".join(breaches), pytrace=False)
+
+
+def private_uses_of_spark(text: str) -> list[tuple[int, str]]:
+    """The lines of a module that touch Spark's private parts, and what they touch."""
+    found = [(line, name) for line, name in imported_names(text) if f"{name}.".startswith("py4j.")]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and node.attr in SPARK_PRIVATE:
+            found.append((node.lineno, node.attr))
+        elif isinstance(node, ast.Constant) and node.value in SPARK_PRIVATE:
+            found.append((node.lineno, str(node.value)))  # as for getattr and hasattr
+    return sorted(found)
+
+
+def test_only_one_room_touches_what_spark_keeps_to_itself() -> None:
+    breaches = [
+        f"{path.relative_to(ROOT)}:{line}: {name} is Spark's own; call a function of anabranch.engine.spark"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if not path.relative_to(PACKAGE).is_relative_to(SPARK_ROOM)
+        and path.relative_to(PACKAGE).parts[0] not in NOT_CHECKED
+        for line, name in private_uses_of_spark(path.read_text("utf-8"))
+    ]
+    if breaches:
+        pytest.fail("\n".join(breaches), pytrace=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from py4j.protocol import Py4JError",
+        "import py4j.java_gateway",
+        "def f(rows):\n    return rows._jdf.queryExecution()",
+        "jvm = spark._jvm",
+        "plan = getattr(rows, '_jdf')",
+    ],
+)
+def test_a_touch_of_what_spark_keeps_to_itself_is_found(text: str) -> None:
+    assert private_uses_of_spark(text)
+    assert private_uses_of_spark("from pyspark.sql import DataFrame\nself._jobs = rows.sparkSession") == []
 
 
 @pytest.mark.parametrize(

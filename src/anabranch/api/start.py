@@ -37,7 +37,7 @@ from anabranch.engine.spark.python_daemon import use_own_daemon
 from anabranch.engine.spark.query import SparkStream, checkpoint_of
 from anabranch.engine.spark.sinks import FileSink, Sink
 from anabranch.engine.spark.ticks import Ticks
-from anabranch.engine.stages import Clock, table_stage
+from anabranch.engine.stages import StageClock, table_stage
 from anabranch.engine.tables import TableKeeper
 from anabranch.plan.pipeline import Pipeline
 from anabranch.wire.credentials import Credentials, is_loopback_host
@@ -81,12 +81,10 @@ def start_query(query: QuerySpec) -> StreamQuery:
     temporary = query.checkpoint if isinstance(query.checkpoint, TemporaryFolder) else None
     place = query.checkpoint if isinstance(query.checkpoint, str) else query.checkpoint.path
     location = qualified(spark, place, what="The checkpoint", error=CheckpointError)
-    default_parallelism = settings.parallelism or max(spark.sparkContext.defaultParallelism, 1)
-    parallelism = {
-        stage.spec.number: stage.parallelism or default_parallelism for stage in query.pipeline.stateful_stages
-    }
+    partitions = settings.parallelism or max(spark.sparkContext.defaultParallelism, 1)
+    parallelism = {stage.spec.number: stage.parallelism or partitions for stage in query.pipeline.stateful_stages}
     # A query that is rescaled by a restart is launched again, with other settings.
-    launch = partial(_launch, query, location, default_parallelism)
+    launch = partial(_launch, query, location, partitions)
     handle = StreamQuery(
         launch(settings, parallelism),
         query.pipeline,
@@ -106,7 +104,7 @@ def start_query(query: QuerySpec) -> StreamQuery:
 def _launch(
     query: QuerySpec,
     location: str,
-    default_parallelism: int,
+    partitions: int,
     settings: Settings,
     parallelism: Mapping[StageNumber, int],
 ) -> Running:
@@ -124,7 +122,7 @@ def _launch(
             sink,
             complete=query.mode == "complete",
             append=query.mode == "append",
-            shuffle_partitions=default_parallelism,
+            shuffle_partitions=partitions,
             stream=stream,
             ticks=ticks,
             late=query.late,
@@ -279,9 +277,9 @@ def _repeat_epochs(rows: DataFrame, loop: EpochLoop, location: str, stream: Spar
 
 def _make_ticks(query: QuerySpec, undo: contextlib.ExitStack) -> Ticks | None:
     """Makes the source of epochs without rows, if any stage has something to do in them."""
-    clocks = {stage.clock for stage in query.pipeline.stateful_stages} - {Clock.NONE}
+    clocks = {stage.clock for stage in query.pipeline.stateful_stages} - {StageClock.NONE}
     if query.mode == "complete":
-        clocks -= {Clock.EVENT_TIME}  # the result keeps everything
+        clocks -= {StageClock.EVENT_TIME}  # the result keeps everything
     if not clocks:
         return None
     # The source of ticks is there in either case: Spark does not let a query's sources change when it is restarted.
@@ -289,7 +287,7 @@ def _make_ticks(query: QuerySpec, undo: contextlib.ExitStack) -> Ticks | None:
     are_wanted = (spark.conf.get(_EPOCHS_WITHOUT_ROWS, "true") or "true").lower() == "true"
     ticks = Ticks(after_rows=are_wanted)
     undo.callback(ticks.close)
-    if are_wanted and Clock.PROCESSING_TIME in clocks and not {"once", "availableNow"} & query.trigger.keys():
+    if are_wanted and StageClock.PROCESSING_TIME in clocks and not {"once", "availableNow"} & query.trigger.keys():
         ticks.keep_wishing()
     return ticks
 

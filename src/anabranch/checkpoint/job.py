@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from anabranch.checkpoint import documents, paths
 from anabranch.checkpoint.generations import check_generation
-from anabranch.checkpoint.shapes import JobShape, differences
+from anabranch.checkpoint.shapes import StateShape, differences
 from anabranch.checkpoint.sparklog import has_offsets, last_committed_epoch
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, UnsupportedError
@@ -117,13 +117,13 @@ def deleted_variables(storage: Storage) -> Mapping[tuple[int, str], Generation]:
     return _read_shape(storage, generations[-1]).deleted if generations else {}
 
 
-def _newest_shape(storage: Storage, stored: JobDescription, *, up_to: Generation | None = None) -> JobShape:
+def _newest_shape(storage: Storage, stored: JobDescription, *, up_to: Generation | None = None) -> StateShape:
     """Returns the newest shape, or the newest that a generation up to this one has saved."""
     generations = [each for each in _shape_generations(storage) if up_to is None or each <= up_to]
-    return _read_shape(storage, generations[-1]) if generations else JobShape(stored.stages)
+    return _read_shape(storage, generations[-1]) if generations else StateShape(stored.stages)
 
 
-def _binding_shape(storage: Storage, stored: JobDescription, spark: Storage | None) -> JobShape:
+def _binding_shape(storage: Storage, stored: JobDescription, spark: Storage | None) -> StateShape:
     """Returns the newest shape that an epoch was committed under; the newest of all if there are no epochs to go by."""
     committed = last_committed_epoch(storage if spark is None else spark)
     manifests = (paths.manifest_of(name) for name in storage.list_names(paths.MANIFESTS))
@@ -136,12 +136,12 @@ def _shape_generations(storage: Storage) -> list[Generation]:
     return sorted(generation for generation in found if generation is not None)
 
 
-def _read_shape(storage: Storage, generation: Generation) -> JobShape:
+def _read_shape(storage: Storage, generation: Generation) -> StateShape:
     path = paths.shape_file(generation)
     content = documents.decode(storage, path, storage.read(path))
     if content.get("generation") != generation:
         raise documents.unexpected(storage, path, f"it is of generation {content.get('generation')}")
-    return _expected(storage, path, lambda: JobShape.from_json(content))
+    return _expected(storage, path, lambda: StateShape.from_json(content))
 
 
 def _encode(job: JobDescription) -> bytes:
@@ -174,7 +174,7 @@ def _expected(storage: Storage, path: str, make: Callable[[], _T]) -> _T:
         raise documents.unexpected(storage, path, repr(error)) from error
 
 
-def _check(storage: Storage, stored: JobDescription, binding: JobShape, wanted: JobDescription) -> None:
+def _check(storage: Storage, stored: JobDescription, binding: StateShape, wanted: JobDescription) -> None:
     found = list(differences(binding, wanted.stages))
     if stored.key_groups != wanted.key_groups:
         found.insert(

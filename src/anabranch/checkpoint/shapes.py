@@ -17,7 +17,7 @@ from anabranch.core.schemas import OPERATOR, PROCESSOR, Layout, StageSpec, Varia
 
 
 @dataclass(frozen=True)
-class JobShape:
+class StateShape:
     """The state of a job from one generation on."""
 
     stages: tuple[StageSpec, ...]
@@ -37,14 +37,14 @@ class JobShape:
         }
 
     @staticmethod
-    def from_json(content: Mapping[str, Any]) -> JobShape:
+    def from_json(content: Mapping[str, Any]) -> StateShape:
         stages, removed = ([StageSpec.from_json(stage) for stage in content[part]] for part in ("stages", "removed"))
         # Not in what older versions wrote.
         deleted = {
             (int(each["stage"]), str(each["variable"])): Generation(each["generation"])
             for each in content.get("deleted", ())
         }
-        return JobShape(tuple(stages), tuple(removed), deleted)
+        return StateShape(tuple(stages), tuple(removed), deleted)
 
     @property
     def known(self) -> dict[int, dict[str, VariableSpec]]:
@@ -68,9 +68,9 @@ class JobShape:
             for stage in stages
         )
 
-    def followed_by(self, stages: Sequence[StageSpec], generation: Generation) -> JobShape:
+    def followed_by(self, stages: Sequence[StageSpec], generation: Generation) -> StateShape:
         """Returns the shape that follows this one: of a job with other stages from a generation on."""
-        return JobShape(self.remembered_by(stages), tuple(self._removed(stages)), self._deleted(stages, generation))
+        return StateShape(self.remembered_by(stages), tuple(self._removed(stages)), self._deleted(stages, generation))
 
     def _removed(self, stages: Sequence[StageSpec]) -> Iterator[StageSpec]:
         """Yields the state variables that the checkpoint knows and the query has no longer."""
@@ -97,7 +97,7 @@ def _with_dropped(now: VariableSpec, before: VariableSpec | None) -> VariableSpe
     return replace(now, dropped=pa.schema(gone))
 
 
-def differences(stored: JobShape, wanted: Sequence[StageSpec]) -> Iterator[str]:
+def differences(stored: StateShape, wanted: Sequence[StageSpec]) -> Iterator[str]:
     """Yields what evolution does not allow between a checkpoint and a query, naming both sides of it."""
     known = stored.known
     stored_stages = {stage.number: stage for stage in stored.stages}

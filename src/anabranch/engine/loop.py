@@ -13,7 +13,7 @@ from anabranch.core.errors import FencedError
 from anabranch.engine.epoch_plan import EpochPlan
 from anabranch.engine.late import LateRows, LateSink, without_rows
 from anabranch.engine.runner import (
-    Coordinator,
+    EpochControl,
     EpochInput,
     EpochRunner,
     Stopwatch,
@@ -68,7 +68,7 @@ class EpochLoop:
     def __init__(
         self,
         segments: Sequence[Segment],
-        coordinator: Coordinator,
+        coordinator: EpochControl,
         sink: Sink,
         *,
         complete: bool,

@@ -30,7 +30,7 @@ Rows = TypeVar("Rows")
 RowsRead = TypeVar("RowsRead", contravariant=True)
 
 
-class Coordinator(Protocol):
+class EpochControl(Protocol):
     """The control plane, as far as epochs need it."""
 
     def begin(self, epoch: int) -> int:
@@ -99,7 +99,7 @@ class EpochRunner(Generic[Rows]):
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: EpochControl,
         work: EpochWork[Rows],
         *,
         delays_ms: Mapping[int, int | None],
@@ -181,7 +181,7 @@ class EpochRunner(Generic[Rows]):
 
 
 def complete_missing(
-    coordinator: Coordinator, epoch: int, complete: Callable[[Mapping[int, frozenset[int]]], None]
+    coordinator: EpochControl, epoch: int, complete: Callable[[Mapping[int, frozenset[int]]], None]
 ) -> None:
     """Runs what the sink has not read: every partition's state changes belong to the epoch."""
     for _ in range(_MAX_COMPLETION_ROUNDS):

@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from anabranch.engine.late import LateRows
-from anabranch.engine.stages import Clock, StatefulStage
+from anabranch.engine.stages import StageClock, StatefulStage
 from anabranch.engine.tables import EpochTables, TableStage
 
 #: Operations that keep Spark's partitions one to one and read their input once (a repartition by range does not: it
@@ -121,7 +121,7 @@ def watermark_delays_ms(segments: Sequence[Segment]) -> dict[int, int | None]:
         delay_ms = max(known, default=None)
         if segment.stage is not None:
             delays_ms[segment.stage.spec.number] = delay_ms
-            if segment.stage.clock is Clock.PROCESSING_TIME:
+            if segment.stage.clock is StageClock.PROCESSING_TIME:
                 delay_ms = None
             elif delay_ms is not None:
                 delay_ms += segment.stage.output_delay_ms

@@ -17,7 +17,7 @@ from anabranch.engine.tables import EpochTables, TableStage
 from anabranch.wire.routed import StageAccess
 
 
-class Clock(Enum):
+class StageClock(Enum):
     """What can give a stage something to do although no rows have come."""
 
     NONE = "none"
@@ -57,7 +57,7 @@ class StatefulStage(Protocol):
         """The number of partitions; None for the job's default."""
 
     @property
-    def clock(self) -> Clock:
+    def clock(self) -> StageClock:
         """What can give the stage something to do although no rows have come: it then runs without any."""
 
     @property

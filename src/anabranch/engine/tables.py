@@ -136,7 +136,7 @@ class TableStage(Protocol):
         """The hash of the key that all tables are under."""
 
 
-class Sources(Protocol):
+class SourceActivity(Protocol):
     """What Spark knows about the sources of the query."""
 
     def has_rows_of(self, first: int, count: int) -> bool: ...
@@ -156,7 +156,7 @@ class TableKeeper:
     def current(self) -> EpochTables | None:
         return self._current
 
-    def may_change(self, stream: Sources) -> bool:
+    def may_change(self, stream: SourceActivity) -> bool:
         """Whether the epoch that runs brings rows for any table: only then they are looked for in its input."""
         before, own = self._stage.sources
         return stream.has_rows_of(before, own)

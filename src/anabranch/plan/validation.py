@@ -10,7 +10,7 @@ from pyspark.errors import AnalysisException
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.settings import MAX_PARALLELISM
 from anabranch.engine.segments import Segment
-from anabranch.engine.stages import Clock, StatefulStage
+from anabranch.engine.stages import StageClock, StatefulStage
 from anabranch.engine.tables import TableStage
 from anabranch.operators.aggregate.stage import AggregateStage
 from anabranch.operators.dedup.stage import DedupStage
@@ -145,7 +145,7 @@ def _check_after_aggregations(pipeline: Pipeline, mode: str) -> None:
 def _takes_each_version(stage: StatefulStage) -> bool:
     """Whether rows that an aggregation replaces later are rows like others: to functions of whole partitions, which are
     ours, and, as in Spark, to dropDuplicates that forgets no key, which keeps the first."""
-    return isinstance(stage, VectorisedStage) or (isinstance(stage, DedupStage) and stage.clock is Clock.NONE)
+    return isinstance(stage, VectorisedStage) or (isinstance(stage, DedupStage) and stage.clock is StageClock.NONE)
 
 
 def _check_operations(pipeline: Pipeline, mode: str) -> None:

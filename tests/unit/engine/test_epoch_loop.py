@@ -12,7 +12,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 from anabranch.core.errors import EpochError, FencedError
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.segments import Operation, Segment
-from anabranch.engine.stages import Clock
+from anabranch.engine.stages import StageClock
 
 
 class Rows:
@@ -68,8 +68,8 @@ class Stage:
         return SimpleNamespace(number=self.number)
 
     @property
-    def clock(self) -> Clock:
-        return Clock.NONE
+    def clock(self) -> StageClock:
+        return StageClock.NONE
 
     @property
     def output_delay_ms(self) -> int:

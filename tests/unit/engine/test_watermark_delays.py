@@ -4,11 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from anabranch.engine.segments import Segment, watermark_delays_ms
-from anabranch.engine.stages import Clock
+from anabranch.engine.stages import StageClock
 from anabranch.engine.tasks import TaskEpoch
 
 
-def stage(number: int, output_delay_ms: int = 0, clock: Clock = Clock.EVENT_TIME) -> Any:
+def stage(number: int, output_delay_ms: int = 0, clock: StageClock = StageClock.EVENT_TIME) -> Any:
     return SimpleNamespace(spec=SimpleNamespace(number=number), output_delay_ms=output_delay_ms, clock=clock)
 
 
@@ -31,7 +31,7 @@ def test_where_streams_meet_the_one_that_is_furthest_behind_counts() -> None:
 
 def test_no_watermark_passes_a_stage_that_goes_by_the_time_of_day() -> None:
     read: Any = SimpleNamespace()
-    by_day = stage(1, clock=Clock.PROCESSING_TIME)
+    by_day = stage(1, clock=StageClock.PROCESSING_TIME)
     segments = [
         Segment(by_day, inputs=(read,)),
         Segment(stage(2, 500)),

@@ -50,7 +50,7 @@ _OBJECT_STORES = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreLocation:
     """A location that was checked: its URL in normal form, and what is known about the store behind it."""
 
     url: str
@@ -62,7 +62,7 @@ class Place:
         return _OBJECT_STORES.get(self.scheme)
 
 
-def place_of(location: str) -> Place:
+def place_of(location: str) -> StoreLocation:
     """What a URL stands for; refused if nothing there could be a checkpoint. Nothing is asked of the store yet."""
     url = _URL.fullmatch(location)
     if url is not None and ":" in url["host"].rpartition("@")[0]:
@@ -77,7 +77,7 @@ def place_of(location: str) -> Place:
     if url is None or "?" in location or "::" in location or ".." in parts or not (url["host"] or store is None):
         name = "bucket/path" if store else "host/path"
         raise CheckpointError(f"{location} is not the URL of a folder. Write it as {scheme}://{name}/to/checkpoint.")
-    return Place("/".join([f"{scheme}://{url['host']}", *parts]), scheme)
+    return StoreLocation("/".join([f"{scheme}://{url['host']}", *parts]), scheme)
 
 
 def _check_driver(scheme: str, store: ObjectStore | None, location: str) -> None:
@@ -104,7 +104,7 @@ def _check_driver(scheme: str, store: ObjectStore | None, location: str) -> None
         )
 
 
-def not_exclusive(place: Place) -> CheckpointError:
+def not_exclusive(place: StoreLocation) -> CheckpointError:
     return CheckpointError(
         f"{place.url} cannot be the checkpoint of a query: the store there does not create files under the condition "
         f"that they do not exist, so two drivers could run on one checkpoint and not notice. {_USABLE}"
@@ -149,7 +149,7 @@ def is_unsupported(error: BaseException) -> bool:
     return isinstance(error, NotImplementedError) or bool(codes_of(error) & {"NotImplemented", "501"})
 
 
-def refusal(place: Place, action: str, target: str, error: Exception) -> CheckpointError:
+def refusal(place: StoreLocation, action: str, target: str, error: Exception) -> CheckpointError:
     """An error of a driver in words of our own: those of drivers tell of endpoints and users."""
     reason, advice = _explanation(place, action, error)
     code = min(codes_of(error), key=lambda each: (each.isdigit(), each), default=type(error).__name__)
@@ -172,7 +172,7 @@ _UNREACHABLE = frozenset(
 _BUSY = frozenset({"SlowDown", "ServiceUnavailable", "InternalError", "429", "500", "502", "503", "504"})
 
 
-def _explanation(place: Place, action: str, error: Exception) -> tuple[str, str]:
+def _explanation(place: StoreLocation, action: str, error: Exception) -> tuple[str, str]:
     signs = codes_of(error) | names_of(error)
     keys = "for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role of the machine"
     if signs & _NO_CREDENTIALS:

@@ -19,7 +19,7 @@ from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, Op, StageSpec
 from anabranch.engine.late import LateKind, carried_columns, project_and_carry, time_type
-from anabranch.engine.stages import Clock, EpochContext
+from anabranch.engine.stages import EpochContext, StageClock
 from anabranch.engine.tasks import PARTITION, TaskEpoch, place, run_in_tasks
 from anabranch.operators.aggregate.functions import AggregateFunction
 from anabranch.operators.aggregate.merge import How, merge_columns, null_where_overflowed
@@ -70,8 +70,8 @@ class AggregateStage:
     output_delay_ms: ClassVar[int] = 0
 
     @property
-    def clock(self) -> Clock:
-        return Clock.NONE if self.event_time is None else Clock.EVENT_TIME
+    def clock(self) -> StageClock:
+        return StageClock.NONE if self.event_time is None else StageClock.EVENT_TIME
 
     def numbered(self, number: StageNumber, name: str) -> Self:
         return replace(self, spec=self.spec.numbered(number, name))

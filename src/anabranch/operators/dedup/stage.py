@@ -18,7 +18,7 @@ from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, Layout, Op, StageSpec
 from anabranch.engine.late import LateKind, time_type
-from anabranch.engine.stages import Clock, EpochContext
+from anabranch.engine.stages import EpochContext, StageClock
 from anabranch.engine.tasks import TaskEpoch, place, run_in_tasks
 from anabranch.operators.aggregate.stage import MAX_ROWS_PER_BATCH, as_changes
 from anabranch.operators.keys import key_name, nullable_field
@@ -145,9 +145,9 @@ class DedupStage:
         return self.task.spec
 
     @property
-    def clock(self) -> Clock:
+    def clock(self) -> StageClock:
         forgets = self.task.key_time is not None or self.task.delay_ms is not None
-        return Clock.EVENT_TIME if forgets else Clock.NONE
+        return StageClock.EVENT_TIME if forgets else StageClock.NONE
 
     def numbered(self, number: StageNumber, name: str) -> Self:
         return replace(self, task=replace(self.task, spec=self.spec.numbered(number, name)))

@@ -13,7 +13,7 @@ from pyspark.sql.types import StructField, StructType
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine.late import LateKind, time_type
-from anabranch.engine.stages import Clock, EpochContext
+from anabranch.engine.stages import EpochContext, StageClock
 from anabranch.engine.tasks import place, run_in_tasks
 from anabranch.operators.join.catalyst import column_of, renamed
 from anabranch.operators.join.inputs import SIDE, SideInput, slot_name
@@ -45,8 +45,8 @@ class JoinStage:
     side_fields: tuple[tuple[StructField, ...], tuple[StructField, ...]]
 
     @property
-    def clock(self) -> Clock:
-        return Clock.NONE if all(side.eviction is None for side in self.sides) else Clock.EVENT_TIME
+    def clock(self) -> StageClock:
+        return StageClock.NONE if all(side.eviction is None for side in self.sides) else StageClock.EVENT_TIME
 
     @property
     def output_delay_ms(self) -> int:

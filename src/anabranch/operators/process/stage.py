@@ -18,7 +18,7 @@ from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine.batches import ONLY_EPOCH, Batch
 from anabranch.engine.late import LateKind, kept_columns, time_type
-from anabranch.engine.stages import Clock, EpochContext
+from anabranch.engine.stages import EpochContext, StageClock
 from anabranch.engine.tasks import TaskEpoch, place, run_in_tasks
 from anabranch.operators.keys import WATERMARK, key_name, with_keys
 from anabranch.operators.process.initial import InitialState, UnitedRows
@@ -27,9 +27,9 @@ from anabranch.operators.state import StageState, note_dropped
 from anabranch.wire.routed import StageAccess
 
 _CLOCKS = {
-    TimeMode.NONE: Clock.NONE,
-    TimeMode.EVENT_TIME: Clock.EVENT_TIME,
-    TimeMode.PROCESSING_TIME: Clock.PROCESSING_TIME,
+    TimeMode.NONE: StageClock.NONE,
+    TimeMode.EVENT_TIME: StageClock.EVENT_TIME,
+    TimeMode.PROCESSING_TIME: StageClock.PROCESSING_TIME,
 }
 
 
@@ -71,7 +71,7 @@ class ProcessStage:
         return self.program.spec
 
     @property
-    def clock(self) -> Clock:
+    def clock(self) -> StageClock:
         return _CLOCKS[self.program.time_mode]
 
     def numbered(self, number: StageNumber, name: str) -> Self:

@@ -18,7 +18,7 @@ from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, INDEX, Layout, Op, StageSpec
 from anabranch.engine.late import LateKind, carried_columns, time_type
-from anabranch.engine.stages import Clock, EpochContext
+from anabranch.engine.stages import EpochContext, StageClock
 from anabranch.engine.tasks import PARTITION, TaskEpoch, place, run_in_tasks
 from anabranch.operators.aggregate.stage import (
     MAX_ROWS_PER_BATCH,
@@ -60,7 +60,7 @@ class SessionStage:
         return self.whole.event_time
 
     @property
-    def clock(self) -> Clock:
+    def clock(self) -> StageClock:
         return self.whole.clock
 
     def numbered(self, number: StageNumber, name: str) -> Self:

@@ -16,7 +16,7 @@ from pyspark.sql.types import StructField, StructType
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, Op, StageSpec
 from anabranch.engine.late import LateKind
-from anabranch.engine.stages import Clock, EpochContext
+from anabranch.engine.stages import EpochContext, StageClock
 from anabranch.operators.aggregate.stage import ALL
 from anabranch.operators.tables.changes import upserted
 from anabranch.wire.routed import RoutedState, StageAccess
@@ -56,8 +56,8 @@ class TablesStage:
     output_delay_ms: ClassVar[int] = 0
 
     @property
-    def clock(self) -> Clock:
-        return Clock.NONE
+    def clock(self) -> StageClock:
+        return StageClock.NONE
 
     @property
     def key_hash(self) -> int:

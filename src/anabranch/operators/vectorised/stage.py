@@ -17,7 +17,7 @@ from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, OPERATOR, StageSpec, VariableKind, VariableSpec
 from anabranch.engine.batches import Batch
 from anabranch.engine.late import LateKind
-from anabranch.engine.stages import Clock, EpochContext
+from anabranch.engine.stages import EpochContext, StageClock
 from anabranch.engine.tables import SharedTable
 from anabranch.engine.tasks import place, run_in_tasks
 from anabranch.operators.keys import RESERVED, StageName, arrow_schema, check_key_fields, key_name, with_keys
@@ -43,8 +43,8 @@ class VectorisedStage:
     output_delay_ms: ClassVar[int] = 0
 
     @property
-    def clock(self) -> Clock:
-        return Clock.NONE
+    def clock(self) -> StageClock:
+        return StageClock.NONE
 
     def numbered(self, number: StageNumber, name: str) -> Self:
         return replace(self, spec=self.spec.numbered(number, name))
