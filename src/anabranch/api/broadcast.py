@@ -61,7 +61,7 @@ def broadcast(rows: Any, key: str | Sequence[str], deleted: Column | str | None 
 
 
 def with_broadcast(stream: Stream, tables: dict[str, BroadcastTable]) -> Stream:
-    """The stream, with tables that later operations read by these names."""
+    """Returns the stream, with tables that later operations read by these names."""
     from anabranch.api.stream import Stream
 
     if not tables:
@@ -83,7 +83,7 @@ def with_broadcast(stream: Stream, tables: dict[str, BroadcastTable]) -> Stream:
 
 
 def table_argument(stream: Stream, table: BroadcastTable) -> TableArgument:
-    """A table as an operation has it, which is found anew in each epoch."""
+    """Returns a table as an operation has it, which is found anew in each epoch."""
     stage = table_stage(stream._pipeline.stateful_stages)
     found = [name for name, source in getattr(stage, "origins", {}).items() if source is table.source]
     if not found:

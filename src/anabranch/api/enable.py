@@ -81,14 +81,14 @@ def disable(spark: SparkSession) -> None:
 
 
 def _read(reader: DataStreamReader, jdf: Any) -> DataFrame:
-    """In place of the reader's own method."""
+    """Reads a stream, in place of the reader's own method."""
     session = reader._spark
     rows = ClassicDataFrame(jdf, session)
     return _Rows(rows, stream(rows)) if getattr(session, _ENABLED, False) else rows
 
 
 def _followed_view(native_method: Callable[..., DataFrame]) -> Callable[..., DataFrame]:
-    """A method of a session; what it gives is followed if it is a stream."""
+    """Wraps a method of a session; what it gives is followed if it is a stream."""
 
     @functools.wraps(native_method)
     def method(*arguments: Any, **keywords: Any) -> DataFrame:
@@ -104,21 +104,21 @@ def _followed_view(native_method: Callable[..., DataFrame]) -> Callable[..., Dat
 
 
 def _tell_progress(self: JStreamingQueryListener, jevent: Any) -> None:
-    """In place of the listener's own method: reports on our queries have the state operators, too."""
+    """Tells a listener of progress, in place of its own method: ours have state operators, too."""
     event = QueryProgressEvent.fromJObject(jevent)
     run = run_of(str(event.progress.runId))
     self.pylistener.onQueryProgress(event if run is None else QueryProgressEvent(run.completed([event.progress])[0]))
 
 
 class _Followed:
-    """What Anabranch would have in place of something of Spark's; or why it has nothing."""
+    """Holds what Anabranch would have in place of something of Spark's; or why it has nothing."""
 
     def __init__(self, ours: Any, obstacle: str = "") -> None:
         self._ours = ours
         self._obstacle = obstacle
 
     def _follow(self, native: Any, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """What Spark made of a call, with what Anabranch makes of it."""
+        """Returns what Spark made of a call, with what Anabranch makes of it."""
         ours, obstacle = None, self._obstacle
         if method in _SPARKS_METHODS and self._ours is not None and not self._ours.has_state:
             ours = self._ours
@@ -150,7 +150,7 @@ class _Rows(ClassicDataFrame, _Followed):
 
 
 class _Grouped(GroupedData, _Followed):
-    """The same, grouped."""
+    """A streaming DataFrame, grouped."""
 
     def __init__(self, native: GroupedData, ours: GroupedStream | None, obstacle: str) -> None:
         GroupedData.__init__(self, *grouped_parts(native))
@@ -190,7 +190,7 @@ class _Writer(DataStreamWriter):
 
 
 def _method_of(ours: Any, name: str) -> Callable[..., Any]:
-    """A method of Anabranch's, if it has one of the name. Errors inside it are not taken for that."""
+    """Returns a method of Anabranch's by its name. Errors inside the method are not taken for a missing one."""
     try:
         method: Callable[..., Any] = getattr(ours, name)
     except AttributeError as error:
@@ -199,7 +199,7 @@ def _method_of(ours: Any, name: str) -> Callable[..., Any]:
 
 
 def _ours_of(value: Any) -> Any:
-    """An argument as Anabranch takes it."""
+    """Returns an argument as Anabranch takes it."""
     if isinstance(value, _Rows):
         if value._ours is None:
             raise UnsupportedError(f"its argument cannot be taken over: {value._obstacle}")

@@ -1,4 +1,4 @@
-"""Where settings come from, weakest first: defaults, anabranch.toml, ANABRANCH_*, spark.anabranch.*, writer options."""
+"""Resolves settings, the weakest first: defaults, anabranch.toml, ANABRANCH_*, spark.anabranch.*, writer options."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _ENVIRONMENT_PREFIX = "ANABRANCH_"
 #: What the terminal commands read, and no query.
 _OF_COMMANDS = frozenset({"ANABRANCH_URL"})
 _SPARK_PREFIX = "spark."
-#: In the mode of a file: who has no other rights to it can read it.
+#: In the mode of a file: all users of the machine can read it.
 _OPEN_TO_OTHERS = 0o004
 
 
 def resolve_settings(spark: SparkSession, options: Mapping[str, Any]) -> Settings:
-    """The settings in force for a query with these writer options."""
+    """Returns the settings in force for a query with these writer options."""
     _check_prefixes(spark, options)
     _check_secrets(spark)
     return Settings.from_texts(
@@ -40,7 +40,7 @@ def resolve_settings(spark: SparkSession, options: Mapping[str, Any]) -> Setting
 
 
 def is_setting(option: str) -> bool:
-    """Whether a writer's option is one of Anabranch's, and not one of the sink's."""
+    """Tells whether a writer's option is one of Anabranch's, and not one of the sink's."""
     return option.lower().startswith(PREFIX)
 
 
@@ -84,7 +84,7 @@ def _configuration(spark: SparkSession) -> dict[str, str]:
 
 
 def _check_secrets(spark: SparkSession) -> None:
-    """Spark hides settings by their names, in its pages and in its event log; and it has command lines."""
+    """Checks that Spark does not show secrets: it hides settings by their names, and it has command lines."""
     found = {name[len(PREFIX) :].lower(): value for name, value in _from_spark(spark).items()}
     if has_password(found.get("redisurl", "")):
         raise SettingsError(
@@ -105,7 +105,7 @@ def _check_secrets(spark: SparkSession) -> None:
 
 
 def _showing(secret: str) -> list[int]:
-    """The processes of this application that have a secret in their command lines."""
+    """Returns the processes of this application that have a secret in their command lines."""
     found: list[int] = []
     own = psutil.Process()
     for process in [own, *own.parents(), *own.children(recursive=True)] if secret else []:
@@ -116,7 +116,7 @@ def _showing(secret: str) -> list[int]:
 
 
 def _check_prefixes(spark: SparkSession, options: Mapping[str, Any]) -> None:
-    """In Spark's configuration, settings have one more word in front than elsewhere; without it, nobody reads them."""
+    """Refuses settings under the wrong prefix, which would have no effect: Spark's configuration has one word more."""
     for name in _configuration(spark):
         if name.lower().startswith(PREFIX):
             raise SettingsError(

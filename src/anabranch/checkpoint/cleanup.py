@@ -30,19 +30,19 @@ _TEMPORARY_FILE = re.compile(r"(?:.*/)?\.[^/]+\.tmp")
 class Policy:
     """Which epochs can be restored after a clean-up, beside the newest committed one and those after it."""
 
-    #: The newest so many.
+    #: How many of the newest are kept.
     keep_epochs: int
-    #: Those whose manifest is younger.
+    #: Epochs whose manifest is younger are kept, too.
     keep_seconds: float
     #: Data without a document may belong to a write that is under way; it goes when it is older than that.
     min_age_s: float
     #: Change files of epochs after the committed one, by this generation or a later one, stay however old they seem:
-    #: their manifest may be about to be written, and clocks may be wrong. None: nobody writes.
+    #: their manifest may be about to be written, and clocks may be wrong. None: no driver runs.
     writing: Generation | None = None
     committed: Epoch = NO_EPOCH
 
     def is_being_written(self, path: str) -> bool:
-        """Whether a change file may be part of an epoch whose manifest is yet to come."""
+        """Tells whether a change file may be part of an epoch whose manifest is yet to come."""
         of = paths.change_file_of(path)
         return self.writing is not None and of is not None and of[0] > self.committed and of[1] >= self.writing
 
@@ -107,7 +107,7 @@ def clean_up(
 ) -> CleanedUp:
     """Deletes what no retained epoch needs; ``committed`` is the last epoch that Spark committed.
 
-    ``in_use`` is what somebody reads from at the moment, such as workers that fetch key groups from the checkpoint
+    ``in_use`` is what is being read at the moment, as by workers that fetch key groups from the checkpoint
     bit by bit: those files stay, even if a newer snapshot holds the same state. ``min_age_s`` has to be longer than
     any compaction takes; ``writing`` is the generation of the driver that runs, if one does. If a retained epoch cannot
     be restored as it is, CheckpointError, and nothing is deleted.
@@ -136,7 +136,7 @@ def clean_up(
 def retained_epochs(
     epochs: Sequence[Epoch], ages_s: Mapping[Epoch, float], committed: Epoch, policy: Policy
 ) -> list[Epoch]:
-    """Of the epochs that there are, those that are to be kept; ``ages_s`` are those of their manifests."""
+    """Returns the epochs that are to be kept; ``ages_s`` are the ages of their manifests."""
     return [
         epoch
         for epoch in epochs
@@ -155,9 +155,9 @@ def unneeded(
     now: float,
     policy: Policy,
 ) -> Unneeded:
-    """What to delete of all files of a checkpoint, given by their time of writing.
+    """Returns what to delete of all files of a checkpoint, given by their time of writing.
 
-    ``dropped`` is the data that documents name which are not kept: it is known to be nobody's. ``rolled_back`` are the
+    ``dropped`` is the data that documents name which are not kept: nothing needs it any more. ``rolled_back`` are the
     epochs whose snapshots do not count: they go first, as only the manifest of the epoch tells that they do not.
     """
     old = frozenset(path for path, at in written_s.items() if now - at > policy.min_age_s)
@@ -181,7 +181,7 @@ def unneeded(
 
 
 def _restorable(found: Documents, committed: Epoch, epochs: Iterable[Epoch]) -> list[Epoch]:
-    """The epochs without those that an interrupted clean-up got at, which lie before the oldest complete one."""
+    """Leaves out the epochs that an interrupted clean-up got at, which lie before the oldest complete one."""
     oldest = next((epoch for epoch in found.epochs if found.gap_before(epoch) is None), None)
     restorable = []
     for epoch in sorted({*epochs, committed} - {NO_EPOCH}):
@@ -201,7 +201,7 @@ def _ages(found: Documents, written_s: Mapping[str, float], now: float) -> dict[
 
 
 def _named_by_dropped(found: Documents, kept: Kept, written_s: Collection[str]) -> frozenset[str]:
-    """The data that intact documents name which go. Of damaged ones it goes by age.
+    """Returns the data that is named by intact documents which go. That of damaged ones goes by age.
 
     A document that was written since the files were listed does not go, so neither does what it names.
     """

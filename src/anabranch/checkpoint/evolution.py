@@ -29,7 +29,7 @@ _WIDER: Mapping[pa.DataType, frozenset[pa.DataType]] = {
 
 
 def obstacles(before: Iterable[pa.Field], now: Iterable[pa.Field], *, fill: bool = False) -> Iterator[str]:
-    """Why values of the fields of before cannot be read as values of those of now; nothing if they can.
+    """Yields why values of the fields of before cannot be read as values of those of now; nothing if they can.
 
     New fields have to allow nulls, unless ``fill`` says that they are to be filled with nulls all the same.
     """
@@ -37,7 +37,7 @@ def obstacles(before: Iterable[pa.Field], now: Iterable[pa.Field], *, fill: bool
 
 
 def droppable(before: Iterable[pa.Field], now: Iterable[pa.Field]) -> list[pa.Field]:
-    """The fields that are gone and may be: others do not depend on what they mean."""
+    """Returns the fields that are gone and may be: others do not depend on what they mean."""
     kept = _numbered(now)
     return [
         field for name, field in _numbered(before).items() if name not in kept and MEANING not in (field.metadata or {})
@@ -52,7 +52,7 @@ def to_layout(
     fixed_columns: int = 0,
     dropped: Collection[str] = (),
 ) -> pa.Table:
-    """The table with the columns of ``target``, found by name: those that it lacks are null, and widened ones are cast.
+    """Returns the table with the columns of ``target``, found by name; lacking ones are null, widened ones are cast.
 
     Those that were ``dropped`` may be there, and are left out. The first ``fixed_columns``, such as the key, have to be
     there, in their place, as they are. What may be null is not looked at: the values of a change that clears or deletes
@@ -76,7 +76,7 @@ def to_layout(
 
 
 def _numbered(fields: Iterable[pa.Field]) -> dict[tuple[str, int], pa.Field]:
-    """Fields by name and occurrence: a value field may be called like a column of ours, which then comes first."""
+    """Numbers fields by name and occurrence: a value field may be called like a column of ours, which comes first."""
     seen: Counter[str] = Counter()
     numbered = {}
     for field in fields:
@@ -138,7 +138,7 @@ def _column_as(column: pa.ChunkedArray, now: pa.DataType) -> pa.ChunkedArray:
 
 
 def _converted(array: pa.Array, now: pa.DataType) -> pa.Array:
-    """The array with the memory of the new type; what may be null, time zones and maps are for _retyped to name."""
+    """Returns the array in the memory of the new type; _retyped adds what may be null, time zones and maps."""
     if _same(array.type, now):
         return array
     if types.is_struct(now):
@@ -169,7 +169,7 @@ def _converted_list(array: pa.ListArray, now: pa.ListType) -> pa.Array:
 
 
 def _entries(map_type: pa.MapType) -> pa.ListType:
-    """A map in memory: a list of keys with values."""
+    """Returns the type of a map in memory: a list of keys with values."""
     return pa.list_(pa.struct([("key", map_type.key_type), ("value", map_type.item_type)]))
 
 
@@ -178,7 +178,7 @@ def _retyped(array: pa.Array, now: pa.DataType) -> pa.Array:
 
 
 class _Retyped:
-    """The same memory under another type, in the words of Arrow's C interface.
+    """Gives the same memory another type, by Arrow's C interface.
 
     A cast would do, but for fields inside a struct that now may not be null: it takes those of a null struct amiss.
     """

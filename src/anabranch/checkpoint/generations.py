@@ -13,12 +13,12 @@ from anabranch.core.ids import Generation
 #: Before the first driver.
 NO_GENERATION = Generation(0)
 
-#: As many drivers may start on one checkpoint at the same moment before the unluckiest gives up.
-_MOST_RACES = 1000
+#: How often other drivers may be faster to claim a generation before this one gives up.
+_RACES_MAX = 1000
 
 
 def latest_generation(storage: Storage) -> Generation:
-    """The newest generation that was claimed; NO_GENERATION if none was. Goes by the names alone."""
+    """Returns the newest generation that was claimed; NO_GENERATION if none was. Goes by the names alone."""
     owned = (paths.generation_of(name) for name in storage.list_names(paths.GENERATIONS))
     return max((generation for generation in owned if generation is not None), default=NO_GENERATION)
 
@@ -26,13 +26,13 @@ def latest_generation(storage: Storage) -> Generation:
 def claim_generation(storage: Storage, info: Mapping[str, Any]) -> Generation:
     """Claims the next generation. ``info`` is for people: who claimed it, where and when."""
     candidate = Generation(latest_generation(storage) + 1)
-    for _ in range(_MOST_RACES):
+    for _ in range(_RACES_MAX):
         content = documents.encode({"generation": candidate, "info": dict(info)})
         if storage.create(paths.generation_file(candidate), content):
             return candidate
         candidate = Generation(max(candidate, latest_generation(storage)) + 1)
     raise CheckpointError(
-        f"Could not claim a generation in {storage.full_path(paths.GENERATIONS)}: others were faster {_MOST_RACES} "
+        f"Could not claim a generation in {storage.full_path(paths.GENERATIONS)}: others were faster {_RACES_MAX} "
         f"times. Make sure that only one query uses this checkpoint, then start it again."
     )
 
@@ -52,7 +52,7 @@ def claim_exactly(storage: Storage, generation: Generation, info: Mapping[str, A
 
 
 def generation_info(storage: Storage, generation: Generation) -> dict[str, Any]:
-    """What the driver that claimed a generation said about itself."""
+    """Returns what the driver that claimed a generation said about itself."""
     path = paths.generation_file(generation)
     content = documents.decode(storage, path, storage.read(path))
     return dict(content["info"])

@@ -18,7 +18,7 @@ from anabranch.core.ids import Epoch
 
 
 def newest_durable_epoch(storage: Storage, up_to: Epoch) -> Epoch:
-    """The newest epoch, not after this one, from which state can be restored by the names of the files that there are.
+    """Returns the newest epoch, not after this one, from which state can be restored, going by the names of files.
 
     Later epochs may have been committed by Spark, if the job does not make every epoch durable.
     """
@@ -28,7 +28,7 @@ def newest_durable_epoch(storage: Storage, up_to: Epoch) -> Epoch:
 
 
 def rewind(spark: Storage, storage: Storage, to: Epoch) -> list[Epoch]:
-    """Put the job back to the end of an epoch; the epochs that are to be repeated. Interrupted, it can be repeated.
+    """Puts the job back to the end of an epoch, and returns the epochs to repeat. Interrupted, it can be called again.
 
     Commits go last, and the newest of them first: as long as there is one of a later epoch, the job has not been put
     back. With offsets of later epochs, but no commits, Spark would run the newest of them and none before it.
@@ -54,15 +54,15 @@ def rewind(spark: Storage, storage: Storage, to: Epoch) -> list[Epoch]:
 
 
 def pending(spark: Storage) -> list[Epoch]:
-    """The epochs that are still to be repeated, in order."""
+    """Returns the epochs that are still to be repeated, in order."""
     return sorted(_numbers(spark, paths.REPLAY))
 
 
 def repeated(spark: Storage) -> Iterator[Epoch]:
-    """The epochs that are to be repeated, in order. While the caller has one, it lets Spark run that."""
+    """Yields the epochs that are to be repeated, in order. While the caller has one, it lets Spark run that."""
     committed = last_committed_epoch(spark)
     for epoch in pending(spark):
-        # Whoever put it aside died after Spark had committed it again, or before anything else was done.
+        # The driver that put it aside died after Spark had committed it again, or before it did anything else.
         if epoch <= committed:
             spark.delete(_aside(epoch))
     while waiting := pending(spark):
@@ -73,7 +73,7 @@ def repeated(spark: Storage) -> Iterator[Epoch]:
 
 
 def put_back(spark: Storage, epoch: Epoch) -> None:
-    """Let the next thing that Spark does be this epoch: the newest that has offsets."""
+    """Lets Spark run this epoch next: as the newest that has offsets."""
     for later in sorted(_numbers(spark, paths.SPARK_OFFSETS), reverse=True):
         if later > epoch:
             spark.copy_to(f"{paths.SPARK_OFFSETS}/{later}", spark, _aside(later))
@@ -82,7 +82,7 @@ def put_back(spark: Storage, epoch: Epoch) -> None:
 
 
 def done(spark: Storage, epoch: Epoch) -> None:
-    """The epoch has been repeated."""
+    """Notes that an epoch has been repeated."""
     if last_committed_epoch(spark) < epoch:
         raise CheckpointError(
             f"Spark did not repeat epoch {epoch} of {spark.location}. Start the query again: it goes on from there."
@@ -91,7 +91,7 @@ def done(spark: Storage, epoch: Epoch) -> None:
 
 
 def _forget(spark: Storage, folder: str, epoch: Epoch) -> None:
-    """Delete an entry of a log of Spark's, and the checksum that Hadoop keeps beside it on local file systems."""
+    """Deletes an entry of a log of Spark's, and the checksum that Hadoop keeps beside it on local file systems."""
     spark.delete(f"{folder}/{epoch}")
     spark.delete(f"{folder}/.{epoch}.crc")
 

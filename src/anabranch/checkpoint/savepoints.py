@@ -33,7 +33,7 @@ class Savepoint:
 
 
 def check_free(target: Storage) -> None:
-    """Refuse a place where something else is."""
+    """Refuses a place that is a savepoint or a checkpoint already."""
     if target.read_if_present(paths.SAVEPOINT) is not None or target.read_if_present(paths.JOB) is not None:
         raise CheckpointError(
             f"{target.location} is a savepoint or a checkpoint already. Name another place for the savepoint."
@@ -41,7 +41,7 @@ def check_free(target: Storage) -> None:
 
 
 def begin_savepoint(spark: Storage, target: Storage, epoch: Epoch) -> None:
-    """Copy what Spark needs to go on after an epoch. The snapshot of the state comes next.
+    """Copies what Spark needs to go on after an epoch. The snapshot of the state comes next.
 
     When Spark chooses the input of the next epoch, file sources note at once which files that is. A job that starts
     from here chooses for itself.
@@ -61,12 +61,12 @@ def begin_savepoint(spark: Storage, target: Storage, epoch: Epoch) -> None:
 
 
 def _lists_files(spark: Storage, path: str) -> bool:
-    """Whether this is an entry of a file source's log, and not what another source remembers from its beginning."""
+    """Tells whether this is an entry of a file source's log, and not something that another source remembers."""
     return b'"path":' in spark.read(path)
 
 
 def complete_savepoint(storage: Storage, target: Storage, epoch: Epoch) -> Savepoint:
-    """Describe the job, and declare the savepoint whole. Its snapshot has to be there."""
+    """Describes the job, and declares the savepoint whole. Its snapshot has to be there."""
     read_snapshot(target, epoch)
     storage.copy_to(paths.JOB, target, paths.JOB)
     for name in storage.list_names(paths.SHAPES):
@@ -92,7 +92,7 @@ def read_savepoint(storage: Storage) -> Savepoint:
 
 
 def start_from(source: Storage, storage: Storage, spark: Storage) -> Epoch | None:
-    """Fill a new checkpoint from a savepoint, as a job of its own; None if the checkpoint is in use already.
+    """Fills a new checkpoint from a savepoint, as a job of its own; returns None if the checkpoint is in use already.
 
     What an interrupted attempt has left is overwritten: the description of the job is written last.
     """

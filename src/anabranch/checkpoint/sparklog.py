@@ -14,7 +14,7 @@ _NO_OFFSET = "-"
 
 
 def last_committed_epoch(storage: Storage) -> Epoch:
-    """The newest epoch that Spark will not run again; NO_EPOCH if it committed none.
+    """Returns the newest epoch that Spark will not run again; NO_EPOCH if it committed none.
 
     A manifest of a later epoch is not part of the state: Spark runs that epoch again, from the same offsets.
     """
@@ -22,17 +22,17 @@ def last_committed_epoch(storage: Storage) -> Epoch:
 
 
 def last_planned_epoch(storage: Storage) -> Epoch:
-    """The newest epoch that Spark has chosen the input of; NO_EPOCH if it never has."""
+    """Returns the newest epoch that Spark has chosen the input of; NO_EPOCH if it never has."""
     return _newest_batch(storage, paths.SPARK_OFFSETS)
 
 
 def has_offsets(storage: Storage) -> bool:
-    """Whether a streaming query has ever planned a micro-batch on this checkpoint."""
+    """Tells whether a streaming query has ever planned a micro-batch on this checkpoint."""
     return last_planned_epoch(storage) != NO_EPOCH
 
 
 def read_entries(storage: Storage, epoch: Epoch) -> Mapping[str, int]:
-    """How far an epoch has read the logs of Spark's file sources: the last entry of each, by its folder in sources/.
+    """Returns how far an epoch has read the logs of Spark's file sources: the last entry of each, by its folder.
 
     Other sources have offsets of other kinds, and keep no log of what they read: they are left out. A source that had
     nothing to read yet, whatever its kind, has read up to -1.

@@ -1,4 +1,4 @@
-"""Looking into a checkpoint: is all of it there and intact, which epochs can be restored, and what takes the space."""
+"""Verifies and describes a checkpoint: what is missing or damaged, which epochs can be restored, what takes space."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """What there is to say about a checkpoint."""
+    """The outcome of a verification."""
 
     #: Those that were checked.
     epochs: tuple[Epoch, ...]
@@ -93,7 +93,7 @@ class SnapshotDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """A checkpoint for people."""
+    """The contents of a checkpoint, for people."""
 
     job_id: JobId
     key_groups: int
@@ -141,7 +141,7 @@ def verify(storage: Storage) -> Report:
 
 
 def describe(storage: Storage) -> Description:
-    """What is in a checkpoint, by its documents; data is not read."""
+    """Describes a checkpoint by its documents; data is not read."""
     job, found = read_job(storage), Documents(storage)
     epochs, snapshots, damaged = [], [], []
     for epoch in sorted(found.writers):
@@ -185,7 +185,7 @@ def _committed_problems(storage: Storage, epochs: Sequence[Epoch]) -> list[Probl
 
 
 def _segments(found: Documents, epochs: Sequence[Epoch]) -> dict[Epoch, list[Epoch]]:
-    """The epochs by the snapshot that their state starts from."""
+    """Groups the epochs by the snapshot that their state starts from."""
     segments: dict[Epoch, list[Epoch]] = defaultdict(list)
     for epoch in epochs:
         segments[found.base_of(epoch)].append(epoch)
@@ -193,7 +193,7 @@ def _segments(found: Documents, epochs: Sequence[Epoch]) -> dict[Epoch, list[Epo
 
 
 def _document_problems(found: Documents, base: Epoch, segment: Sequence[Epoch]) -> Iterator[Problem]:
-    """Problems of the documents that these epochs need, which all start from the same snapshot."""
+    """Yields problems of the documents that these epochs need, which all start from the same snapshot."""
     intact = True
     if base != NO_EPOCH:
         try:
@@ -221,7 +221,7 @@ def _document_problems(found: Documents, base: Epoch, segment: Sequence[Epoch]) 
 def _users(
     found: Documents, segments: Mapping[Epoch, Sequence[Epoch]]
 ) -> dict[str, tuple[DataFile, tuple[Epoch, ...]]]:
-    """Every file that an intact document names, by its path, and the epochs that need it."""
+    """Returns every file that an intact document names, by its path, and the epochs that need it."""
     users: dict[str, tuple[DataFile, tuple[Epoch, ...]]] = {}
     for base, segment in segments.items():
         for epoch in range(max(base, 0), segment[-1] + 1):
@@ -238,7 +238,7 @@ def _named_files(found: Documents, epoch: Epoch, *, is_base: bool) -> Sequence[D
     try:
         return found.snapshot(epoch).files if is_base else found.manifest(epoch).files
     except CheckpointError:
-        return ()  # told already
+        return ()  # it has been reported already
 
 
 def _from(segment: Sequence[Epoch], first: int) -> tuple[Epoch, ...]:
@@ -259,7 +259,7 @@ def _sizes_of(files: Iterable[DataFile]) -> tuple[VariableSize, ...]:
 
 
 def _file_problem(storage: Storage, file: DataFile, job: JobDescription | None) -> str | None:
-    """What is wrong with a file, if anything is."""
+    """Returns what is wrong with a file, if anything is."""
     try:
         with storage.open(file.path) as source:
             content = source.read_buffer()
@@ -273,7 +273,7 @@ def _file_problem(storage: Storage, file: DataFile, job: JobDescription | None) 
 
 
 def _content_problem(storage: Storage, content: pa.Buffer, file: DataFile, job: JobDescription | None) -> str | None:
-    """Reads a row group at a time: a file may be large."""
+    """Returns what is wrong with a file's content. Reads a row group at a time: a file may be large."""
     parquet = pq.ParquetFile(pa.BufferReader(content))
     if parquet.schema_arrow.names[:2] != [GROUP, HASH]:
         return f"it has the columns {parquet.schema_arrow.names}, and not {GROUP} and {HASH} first"
@@ -298,7 +298,7 @@ def _content_problem(storage: Storage, content: pa.Buffer, file: DataFile, job: 
 
 
 def _layout_of(file: DataFile, job: JobDescription | None) -> Layout | None:
-    """None: the job no longer has the variable, or is unknown."""
+    """Returns the layout of a file's rows; None if the job no longer has the variable, or is unknown."""
     stages = {stage.number: stage for stage in job.stages} if job else {}
     stage = stages.get(file.stage)
     return None if stage is None else stage.layouts.get(file.variable)
@@ -307,7 +307,7 @@ def _layout_of(file: DataFile, job: JobDescription | None) -> Layout | None:
 def _rows_problem(
     table: pa.Table, file: DataFile, job: JobDescription | None, previous: tuple[int, int] | None
 ) -> str | None:
-    """What is wrong with the rows of a row group, which is not empty, that follows a row of this group and hash."""
+    """Returns what is wrong with the rows of a row group that follows a row of this group and hash."""
     if table.column(0).null_count or table.column(1).null_count:
         return "there are rows without key group or hash"
     groups, hashes = table.column(0).to_numpy(), table.column(1).to_numpy()

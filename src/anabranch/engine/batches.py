@@ -1,4 +1,4 @@
-"""A stateful stage on a batch: all rows of a key at once, no state before them, and none that is kept after them."""
+"""Runs a stateful stage on a batch: all rows of a key at once, without state before or after them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FEW_BYTES = 32 * 2**20
 
 
 class NoState:
-    """What a task finds in the state, which is nothing, and where its changes go, which is nowhere."""
+    """Stands for the state of a batch: tasks find nothing in it, and their changes are dropped."""
 
     def __init__(self, stage: StageSpec) -> None:
         self._stage = stage
@@ -48,10 +48,10 @@ class NoState:
         return Answers(found=dict(self.read(keys)), rest={}, expired=expired)
 
     def note_late(self, rows: int) -> None:
-        """There is no watermark, and nothing is late."""
+        """Does nothing: there is no watermark."""
 
     def write(self, changes: Mapping[str, pa.Table]) -> None:
-        """A task reads once, before it writes: what it writes, nobody asks for again."""
+        """Drops the changes: a task reads once, before it writes."""
 
 
 #: What a stage does with the rows of a partition: as in an epoch.
@@ -68,7 +68,7 @@ class Batch:
     processing_time_ms: int
 
     def run(self, rows: DataFrame, key_names: Sequence[str], task: BatchTask, schema: StructType) -> DataFrame:
-        """The result of `task` on each partition of projected rows; those of a key are in one."""
+        """Returns the result of `task` on each partition of projected rows; those of a key are in one."""
         hashed = rows.select(F.xxhash64(*key_names).alias(HASH), "*")
         partitions = self.parallelism or _partitions_of_few(rows)
         placed = hashed.repartition(HASH) if partitions is None else hashed.repartition(partitions, HASH)
@@ -83,7 +83,6 @@ class Batch:
 
 
 def _partitions_of_few(rows: DataFrame) -> int | None:
-    """For few rows, one partition for each core: Spark would take fewer. None for many, of which Spark takes as many in
-    a partition as fit into memory."""
+    """Returns one partition for each core for few rows, of which Spark would make fewer; None for many."""
     cores = rows.sparkSession.sparkContext.defaultParallelism
     return cores if estimated_bytes(rows) <= cores * _FEW_BYTES else None

@@ -39,14 +39,14 @@ class EpochPlan:
         self._late = late
         #: Whether the input of the stages that may drop rows is kept, to look for late rows in it afterwards.
         self._keeps_input = False
-        #: By stage, with all that late rows are shown with.
+        #: The input of stages that may drop rows, by stage number, with the columns that late rows are shown with.
         self._kept: dict[int, DataFrame] = {}
         self._held: list[DataFrame] = []
         #: By position, the projected input of each stateful stage; empty until they are needed.
         self._inputs: dict[int, DataFrame] = {}
 
     def keep_input(self) -> None:
-        """Keep what is needed to tell late rows afterwards."""
+        """Keeps what is needed to tell late rows afterwards."""
         self._keeps_input = self._late is not None
         fed = self._stream_inputs.stages
         if any(map(self._is_watched, fed)):
@@ -56,11 +56,11 @@ class EpochPlan:
                 self._kept[fed[0]] = self._rows
 
     def late_rows(self, epoch: TaskEpoch) -> DataFrame | None:
-        """The late rows of the epoch, after its result has been read; None if there can be none."""
+        """Returns the late rows of the epoch, after its result has been read; None if there can be none."""
         return self._late.of(self._kept, epoch) if self._late is not None else None
 
     def build(self, *, reads_once: bool) -> DataFrame:
-        """The epoch's result. Lazy, except for what has to be materialised on the way."""
+        """Returns the epoch's result. It is lazy, except for what has to be materialised on the way."""
         if not self._can_be_kept:
             result = self._string_together()
             last = self._segments[-1]
@@ -74,7 +74,7 @@ class EpochPlan:
         return kept if reads_once else self._materialise(kept)
 
     def prepare(self) -> None:
-        """Plan for epochs to come, whose rows have the same columns."""
+        """Plans for epochs to come, whose rows have the same columns."""
         if not self._can_be_kept:
             return
         variants = self._variants()
@@ -84,7 +84,7 @@ class EpochPlan:
             self._templates.remember(variants, self._rows, kept)
 
     def complete(self, missing: Mapping[int, frozenset[int]], epoch: TaskEpoch) -> None:
-        """Run the missing partitions of the last stage that has any; earlier stages run along with it."""
+        """Runs the missing partitions of the last stage that has any; earlier stages run along with it."""
         if not self._inputs:
             self._string_together()
         stages = {i: segment.stage for i, segment in enumerate(self._segments) if segment.stage is not None}
@@ -106,7 +106,7 @@ class EpochPlan:
 
     @property
     def _can_be_kept(self) -> bool:
-        """Whether the plan is the same in every epoch, and nothing of it is materialised on the way."""
+        """Tells whether the plan is the same in every epoch, and nothing of it is materialised on the way."""
         watched_later = any(self._is_watched(s.stage.spec.number) for s in self._segments[1:] if s.stage is not None)
         return is_chain(self._segments) and all(s.one_to_one for s in self._segments) and not watched_later
 
@@ -132,7 +132,7 @@ class EpochPlan:
     def _staged(
         self, position: int, segment: Segment, stage: StatefulStage, fed: DataFrame | None, outputs: list[DataFrame]
     ) -> DataFrame:
-        """The output of a stateful stage. What Spark has read for it has been projected already."""
+        """Returns the output of a stateful stage. What Spark has read for it has been projected already."""
         number: int = stage.spec.number
         sides = segment.inputs or segment.feeders(position)
         meets = len(sides) > 1
@@ -157,24 +157,24 @@ class EpochPlan:
         return self._materialise(rows) if is_met or not segment.one_to_one else rows
 
     def _is_watched(self, stage: int) -> bool:
-        """Whether late rows of the stage are looked for in this epoch."""
+        """Tells whether late rows of the stage are looked for in this epoch."""
         return self._keeps_input and self._late is not None and stage in self._late.kinds
 
     def _materialise(self, rows: DataFrame) -> DataFrame:
-        """Compute all partitions once, in tasks of their own; whoever reads them later does not run state logic."""
+        """Computes all partitions once, in tasks of their own, so that readers of the result do not run state logic."""
         held = self._hold(rows)
         run_all_partitions(held)
         return held
 
     def _hold(self, rows: DataFrame) -> DataFrame:
-        """Keep what is computed of the rows until the epoch is over."""
+        """Keeps what is computed of the rows until the epoch is over."""
         held = rows.persist()
         self._held.append(held)
         return held
 
 
 def _kept_late(segments: Sequence[Segment], late: LateRows) -> frozenset[int]:
-    """The stages whose output goes to others that keep late rows, and nowhere else."""
+    """Returns the stages whose output goes to others that keep late rows, and nowhere else."""
     kept = set()
     for position, segment in enumerate(segments):
         takers = [taker.stage for i, taker in enumerate(segments) if position in taker.feeders(i)]

@@ -1,4 +1,4 @@
-"""Rows that come too late: which of a stage's input they are, in which columns they go out, and where to."""
+"""Rows that come too late: how they are found in a stage's input, in which columns they go out, and where to."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LateKind:
         return [field for field, _, _ in self.columns]
 
     def is_late(self, watermark_ms: int) -> Column:
-        """A row without a time is never late."""
+        """Returns the condition of being late; a row without a time never is."""
         time = _column(self.time)
         late = (time.getField(self.field) if self.field else time) <= _time(watermark_ms, self.time_type)
         return late if self.side is None else late & (F.col(self.side[1]) == self.side[2])
@@ -59,22 +59,22 @@ class LateKind:
 
 
 def kept_columns(arriving: StructType) -> tuple[tuple[StructField, str, str], ...]:
-    """The columns of a stage whose projection keeps all of them under their names."""
+    """Returns the columns of a stage whose projection keeps all of them under their names."""
     return tuple((field, field.name, "") for field in arriving.fields)
 
 
 def carried_columns(arriving: StructType) -> tuple[tuple[StructField, str, str], ...]:
-    """The columns of a stage that carries the rows as they came."""
+    """Returns the columns of a stage that carries the rows as they came."""
     return tuple((field, ROW, field.name) for field in arriving.fields)
 
 
 def time_type(kind: DataType, field: str) -> DataType:
-    """The type of a time that is a column, or a field of one."""
+    """Returns the type of a time that is a column, or a field of one."""
     return kind[field].dataType if isinstance(kind, StructType) else kind
 
 
 def project_and_carry(rows: DataFrame, columns: Sequence[Column]) -> DataFrame:
-    """The columns, made of the rows, and the rows themselves beside them."""
+    """Projects the columns out of the rows, with the rows themselves beside them."""
     carrying = rows.select("*", F.struct("*").alias(ROW))
     projected = carrying.select(*columns, ROW)
     if count_nodes(projected, _MULTIPLY) == count_nodes(rows, _MULTIPLY):
@@ -84,7 +84,7 @@ def project_and_carry(rows: DataFrame, columns: Sequence[Column]) -> DataFrame:
 
 
 def without_rows(projected: DataFrame) -> DataFrame:
-    """What the stage itself needs."""
+    """Drops the rows as they came, which the stage itself does not need."""
     return projected.drop(ROW, ROW_ID)
 
 
@@ -92,10 +92,10 @@ class LateSink(Protocol):
     """Where late rows go."""
 
     def write(self, rows: DataFrame, epoch: int) -> None:
-        """Take the late rows of an epoch, in place of those that it took for the same epoch before."""
+        """Takes the late rows of an epoch, in place of those that it took for the same epoch before."""
 
     def write_none(self, spark: SparkSession, epoch: int) -> None:
-        """The epoch has no late rows."""
+        """Notes that the epoch has no late rows."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class LateFunction:
             ) from error
 
     def write_none(self, spark: SparkSession, epoch: int) -> None:
-        """Nothing to do: the same epoch had no late rows before either."""
+        """Does nothing: the same epoch had no late rows before either."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class LateRows:
         return any(kind.side is not None for kinds in self.kinds.values() for kind in kinds)
 
     def of(self, inputs: Mapping[int, DataFrame], epoch: TaskEpoch) -> DataFrame | None:
-        """The late rows among the projected input of the stages; None if there can be none."""
+        """Returns the late rows among the projected input of the stages; None if there can be none."""
         parts = [
             self._late(rows, kind, stage, watermark_ms)
             for stage, rows in inputs.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from pyspark.sql import DataFrame
 
@@ -22,7 +22,7 @@ from anabranch.engine.runner import (
 from anabranch.engine.segments import Segment, StreamInputs, watermark_delays_ms
 from anabranch.engine.spark.frames import run_all_partitions
 from anabranch.engine.spark.java import InterruptedBySparkError, jvm_session
-from anabranch.engine.spark.query import wait_for_interrupt
+from anabranch.engine.spark.query import SparkStream, wait_for_interrupt
 from anabranch.engine.spark.sinks import Sink
 from anabranch.engine.spark.templates import Templates
 from anabranch.engine.spark.ticks import Ticks
@@ -37,33 +37,8 @@ _EXCLUDED_RULES = "spark.sql.optimizer.excludedRules"
 _OMITS_EMPTY = "org.apache.spark.sql.catalyst.optimizer.PropagateEmptyRelation"
 
 
-class StreamFacts(Protocol):
-    """What Spark knows about the streaming query."""
-
-    def batch_time_ms(self) -> int:
-        """When Spark planned the epoch that runs, by its log."""
-
-    def watermark_ms(self) -> int | None:
-        """The event time up to which input is complete; None without a watermark."""
-
-    def late_watermark_ms(self) -> int | None:
-        """The watermark of the epoch before."""
-
-    def previous_rows(self, epoch: int) -> int | None:
-        """How many rows the last epoch with any read, before this one; None if that is not known."""
-
-    def is_stopped(self) -> bool:
-        """Whether Spark has been told to stop the query."""
-
-    def has_new_rows(self) -> bool:
-        """Whether the epoch that runs has any input, as far as can be told."""
-
-    def has_rows_of(self, first: int, count: int) -> bool:
-        """Whether any of these sources has input in the epoch that runs, as far as can be told."""
-
-
 class EpochLoop:
-    """Runs as the function of Spark's foreachBatch."""
+    """Runs each micro-batch, as the function of Spark's foreachBatch."""
 
     def __init__(
         self,
@@ -74,7 +49,7 @@ class EpochLoop:
         complete: bool,
         append: bool = False,
         shuffle_partitions: int,
-        stream: StreamFacts,
+        stream: SparkStream,
         ticks: Ticks | None = None,
         late: LateRows | None = None,
         tables: TableKeeper | None = None,
@@ -125,7 +100,7 @@ class EpochLoop:
             self.running.release()
 
     def _note_end(self) -> None:
-        """An epoch is over. One without rows tells nothing about the next one."""
+        """Notes the end of an epoch. One without rows tells nothing about the next one."""
         had_rows = self._ticks is None or self._stream.has_new_rows()
         if self._ticks is not None:
             self._ticks.note_epoch(had_rows=had_rows)
@@ -133,7 +108,7 @@ class EpochLoop:
             self._previous_changes = self.reports[-1][1].get("changedRows", 0)
 
     def _wait_for_turn(self, rows: DataFrame) -> None:
-        """Take the lock. Whoever holds it is stopping the query, which ends with Spark interrupting this wait."""
+        """Takes the lock. A thread that holds it is stopping the query: then Spark interrupts this wait."""
         while not self.running.acquire(blocking=False):
             wait_for_interrupt(rows.sparkSession, _TURN_INTERVAL_MS)
             # Spark interrupts once, and a source may have caught that.
@@ -141,35 +116,35 @@ class EpochLoop:
                 raise InterruptedBySparkError
 
     def run(self, rows: DataFrame, epoch: TaskEpoch, clock: Stopwatch, *, repeated: bool) -> Mapping[str, Any]:
-        """Let all tasks of an epoch run and the sink write; figures for the report."""
+        """Lets all tasks of an epoch run and the sink write, and returns figures for the report."""
         self._configure(rows)
         epoch.announce(rows.sparkSession)
         if self._tables is not None:
-            # Of an epoch that is repeated, nobody knows any more which sources had rows.
+            # Of an epoch that is repeated, it is no longer known which sources had rows.
             may_change = repeated or self._tables.may_change(self._stream)
             self._tables.begin(rows, self._coordinator.accesses(), epoch, may_change=may_change)
             clock.lap("tables")
-        run = self._epoch_run(rows, epoch.epoch)
+        plan = self._plan(rows, epoch.epoch)
         late_rows: dict[str, int] = {}
         try:
             if self._late is not None and epoch.late_watermark_ms is not None:
-                run.keep_input()
-            result = run.build(reads_once=self._sink.reads_once)
+                plan.keep_input()
+            result = plan.build(reads_once=self._sink.reads_once)
             clock.lap("plan")
             self._sink.write(result, epoch.epoch)
             clock.lap("sink")
-            complete_missing(self._coordinator, epoch.epoch, lambda missing: run.complete(missing, epoch))
+            complete_missing(self._coordinator, epoch.epoch, lambda missing: plan.complete(missing, epoch))
             clock.lap("complete")
             if self._late is not None:
-                late_rows["lateRows"] = self._write_late(self._late.sink, run, epoch)
+                late_rows["lateRows"] = self._write_late(self._late.sink, plan, epoch)
                 clock.lap("late")
         finally:
-            run.release()
+            plan.release()
         self._latest = rows, epoch.epoch
         return late_rows
 
     def committed(self, epoch: int) -> None:
-        """An epoch is part of the state, and so are its tables."""
+        """Notes that an epoch is part of the state, and so are its tables."""
         if self._tables is not None:
             self._tables.committed(epoch)
 
@@ -179,36 +154,22 @@ class EpochLoop:
         return self._runner.reports
 
     def fenced(self) -> FencedError | None:
-        """That a newer driver has taken over the job, if it has."""
+        """Returns the error that a newer driver has taken over the job, if it has."""
         return self._coordinator.fenced()
 
     def wish(self) -> None:
-        """Let an epoch run though no rows come, if any stage has something to do in it."""
+        """Lets an epoch run though no rows come, if any stage has something to do in it."""
         if self._ticks is not None:
             self._ticks.wish()
 
     def prepare(self) -> None:
-        """Plan ahead, after the route has changed between epochs. The caller makes sure that none runs."""
+        """Plans ahead, after the route has changed between epochs. The caller makes sure that none runs."""
         if self._latest is not None:
             rows, epoch = self._latest
-            self._epoch_run(rows, epoch + 1).prepare()
+            self._plan(rows, epoch + 1).prepare()
 
-    def _epoch_run(self, rows: DataFrame, epoch: int) -> EpochPlan:
-        accesses, context = self._coordinator.accesses(), self._context(epoch)
-        return EpochPlan(self._segments, self.stream_inputs, rows, accesses, context, self._templates, self._late)
-
-    def _write_late(self, sink: LateSink, run: EpochPlan, epoch: TaskEpoch) -> int:
-        """Give the rows that came too late to their sink; how many there are."""
-        late = run.late_rows(epoch)
-        count = run_all_partitions(late) if late is not None else 0
-        if late is not None and count:
-            sink.write(late, epoch.epoch)
-        else:
-            sink.write_none(run.spark, epoch.epoch)
-        return count
-
-    def _context(self, epoch: int) -> EpochContext:
-        return EpochContext(
+    def _plan(self, rows: DataFrame, epoch: int) -> EpochPlan:
+        context = EpochContext(
             epoch=epoch,
             previous_rows=self._stream.previous_rows(epoch),
             previous_changes=self._previous_changes,
@@ -216,9 +177,21 @@ class EpochLoop:
             append=self._append,
             tables=self._tables.current if self._tables is not None else None,
         )
+        accesses = self._coordinator.accesses()
+        return EpochPlan(self._segments, self.stream_inputs, rows, accesses, context, self._templates, self._late)
+
+    def _write_late(self, sink: LateSink, plan: EpochPlan, epoch: TaskEpoch) -> int:
+        """Gives the rows that came too late to their sink, and returns how many there are."""
+        late = plan.late_rows(epoch)
+        count = run_all_partitions(late) if late is not None else 0
+        if late is not None and count:
+            sink.write(late, epoch.epoch)
+        else:
+            sink.write_none(plan.spark, epoch.epoch)
+        return count
 
     def _configure(self, rows: DataFrame) -> None:
-        """Settings of the query's own session, which Spark cloned for it when the query started.
+        """Configures the query's own session, which Spark cloned for it when the query started.
 
         Epochs that are repeated after a crash run in queries of their own.
         """

@@ -1,6 +1,6 @@
 """Runs an epoch until it counts: begin, the work, commit; and all of it again if a worker was lost meanwhile.
 
-What the work is, Spark's side says (``loop``). Epochs that are part of the state and not durable yet are remembered
+The work is that of Spark's side (``loop``). Epochs that are part of the state and not durable yet are remembered
 with all that they depend on, because they may have to be run again.
 """
 
@@ -34,22 +34,22 @@ class EpochControl(Protocol):
     """The control plane, as far as epochs need it."""
 
     def begin(self, epoch: int) -> int:
-        """Start an epoch on all workers; the number of this run of it."""
+        """Begins an epoch on all workers, and returns the number of this run of it."""
 
     def accesses(self) -> Mapping[int, StageAccess]:
-        """How tasks reach the state of each stage: the same object as long as nothing in it changes."""
+        """Returns how tasks reach the state of each stage: the same object as long as nothing in it changes."""
 
     def missing(self, epoch: int) -> Mapping[int, frozenset[int]]:
-        """The partitions of each stage that have not been sealed yet."""
+        """Returns the partitions of each stage that have not been sealed yet."""
 
     def commit(self, epoch: int) -> Mapping[str, Any]:
-        """Make the epoch durable and part of the state; figures for the progress report."""
+        """Makes the epoch durable and part of the state, and returns figures for the progress report."""
 
     def abort(self, epoch: int) -> None:
-        """Forget what was staged. Never raises: it runs while another error is on its way."""
+        """Forgets what was staged. Never raises: it runs while another error is on its way."""
 
     def recover(self, epoch: int) -> bool:
-        """After an abort: whether the failure was that of a worker, whose part has been given to others.
+        """Tells, after an abort, whether a worker has failed, whose part has been given to others.
 
         The state may be that of an older epoch then: the committed ones after it have to be run again.
         """
@@ -58,10 +58,10 @@ class EpochControl(Protocol):
     def worker_count(self) -> int: ...
 
     def lost_lately(self, changes: int) -> list[str]:
-        """The workers that were lost before the last changes, so many of them."""
+        """Returns the workers whose loss led to the last changes, of which this is the number."""
 
     def fenced(self) -> FencedError | None:
-        """That a newer driver has taken over the job, if it has. Never raises."""
+        """Returns the error that a newer driver has taken over the job, if it has. Never raises."""
 
     @property
     def committed_epoch(self) -> int:
@@ -88,10 +88,10 @@ class EpochWork(Protocol[RowsRead]):
     """What is done in an epoch between begin and commit."""
 
     def run(self, rows: RowsRead, epoch: TaskEpoch, clock: Stopwatch, *, repeated: bool) -> Mapping[str, Any]:
-        """Let all tasks run and the sink write; figures for the report. ``repeated``: the epoch was committed once."""
+        """Lets all tasks run and the sink write, and returns figures. ``repeated``: the epoch was committed before."""
 
     def committed(self, epoch: int) -> None:
-        """The epoch is part of the state."""
+        """Notes that the epoch is part of the state."""
 
 
 class EpochRunner(Generic[Rows]):
@@ -113,7 +113,7 @@ class EpochRunner(Generic[Rows]):
         self.reports: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_REMEMBERED_EPOCHS)
 
     def run(self, epoch: int, given: EpochInput[Rows]) -> None:
-        """Run the epoch, and again if a worker was lost meanwhile: state and input are as they were before."""
+        """Runs the epoch, and again if a worker was lost meanwhile: state and input are as they were before."""
         fruitless_runs, durable = 0, self._coordinator.durable_epoch
         while True:
             try:
@@ -141,9 +141,9 @@ class EpochRunner(Generic[Rows]):
 
     @property
     def _fruitless_runs_max(self) -> int:
-        """How often an epoch fails with lost workers, with no other becoming durable meanwhile, before the query does.
+        """How often an epoch may fail with lost workers, none becoming durable meanwhile, before the query fails.
 
-        So often that every worker may have been lost, and its replacement too.
+        Every worker may have been lost by then, and its replacement too.
         """
         return 2 * self._coordinator.worker_count + 3
 
@@ -183,7 +183,7 @@ class EpochRunner(Generic[Rows]):
 def complete_missing(
     coordinator: EpochControl, epoch: int, complete: Callable[[Mapping[int, frozenset[int]]], None]
 ) -> None:
-    """Runs what the sink has not read: every partition's state changes belong to the epoch."""
+    """Runs the partitions that the sink has not read: the state changes of all belong to the epoch."""
     for _ in range(_MAX_COMPLETION_ROUNDS):
         missing = coordinator.missing(epoch)
         if not missing:
@@ -196,7 +196,7 @@ def complete_missing(
 
 
 class Stopwatch:
-    """Named laps in milliseconds."""
+    """Measures named laps in milliseconds."""
 
     def __init__(self) -> None:
         self._last_ns = time.monotonic_ns()

@@ -1,4 +1,7 @@
-"""Recorded DataFrame operations, and the stretches of a query from one stateful stage to the next: a tree of them."""
+"""The parts of a query: recorded DataFrame operations, segments from one stateful stage to the next, and their inputs.
+
+Segments form a tree. All that Spark reads for them is one streaming DataFrame, of which each gets its part.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class Operation:
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
     def apply(self, rows: DataFrame, tables: EpochTables | None = None) -> DataFrame:
-        """On rows; a broadcast table among the arguments is what it is in the epoch."""
+        """Makes the call on rows; a broadcast table among the arguments is what it is in the epoch."""
         arguments = [_as_of(value, rows, tables) for value in self.arguments]
         result: DataFrame = getattr(rows, self.method)(*arguments, **self.keywords)
         return result
@@ -84,7 +87,7 @@ class Segment:
         return isinstance(self.stage, TableStage) or all(operation.method in ONE_TO_ONE for operation in self.after)
 
     def feeders(self, position: int) -> tuple[int, ...]:
-        """The positions of the segments whose output this one gets, which is at a position itself."""
+        """Returns the positions of the segments whose output this one gets, given its own position."""
         if not self.inputs:
             return (position - 1,) if position else ()
         return tuple(each for each in self.inputs if isinstance(each, int))
@@ -101,14 +104,14 @@ def _as_of(value: Any, rows: DataFrame, tables: EpochTables | None) -> Any:
 
 
 def is_chain(segments: Sequence[Segment]) -> bool:
-    """Whether each segment has nothing but the output of the one before."""
+    """Tells whether each segment gets the output of the one before, and nothing else."""
     return all(segment.feeders(i) == ((i - 1,) if i else ()) for i, segment in enumerate(segments))
 
 
 def watermark_delays_ms(segments: Sequence[Segment]) -> dict[int, int | None]:
-    """By stage, how far its watermark is behind that of the stream; None if no watermark reaches it.
+    """Returns, by stage, how far its watermark is behind that of the stream; None if no watermark reaches it.
 
-    A join gives rows out up to so long after the watermark has passed them: to the stages after it, they are not late.
+    A join gives rows out some time after the watermark has passed them: to the stages after it, they are not late.
     After a stage that goes by the time of day nothing is known about event times, so Spark lets no watermark pass. What
     has several inputs goes by the one that is furthest behind, of those that have a watermark.
     """
@@ -153,7 +156,7 @@ class StreamInputs:
 
     @property
     def one(self) -> bool:
-        """Whether all that Spark reads goes to one place."""
+        """Tells whether all that Spark reads goes to one place."""
         return len(self._parts) <= 1
 
     @property
@@ -163,7 +166,7 @@ class StreamInputs:
         return [stage.spec.number for stage in fed if stage is not None]
 
     def read(self) -> DataFrame:
-        """The streaming DataFrame to run the query on: projected by the stages that it goes to."""
+        """Returns the streaming DataFrame to run the query on: projected by the stages that it goes to."""
         parts = list(self._parts.values())
         if self.one:
             return parts[0]
@@ -178,7 +181,7 @@ class StreamInputs:
         return reduce(DataFrame.union, tagged)
 
     def split(self, rows: DataFrame) -> Mapping[Place, DataFrame]:
-        """The rows of an epoch by the place that they go to."""
+        """Returns the rows of an epoch by the place that they go to."""
         if self.one:
             return {next(iter(self._parts), _FIRST): rows}
         return {

@@ -65,28 +65,28 @@ class StatefulStage(Protocol):
         """How far behind the watermark of the stage the event times of its output can be."""
 
     def numbered(self, number: StageNumber, name: str) -> Self:
-        """The same stage under another number and name."""
+        """Returns the same stage under another number and name."""
 
     def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
-        """The stateless half of the stage, which runs before rows are placed. Works on streaming DataFrames too.
+        """Runs the stateless half of the stage, before rows are placed. Works on streaming DataFrames too.
 
         What becomes of the rows of all sides has the same columns; most stages have one side only. With `carry`, what
         late rows are shown with is in the result as well; it is not there when the stage is applied.
         """
 
     def late_kinds(self, arriving: StructType, *, complete: bool) -> tuple[LateKind, ...]:
-        """The rows that the stage drops because the watermark has passed them, of input with these columns."""
+        """Returns the kinds of rows that the stage drops because the watermark has passed them."""
 
     def variant(self, context: EpochContext) -> str:
-        """Which of its plans suits the epoch; `apply` makes the same plan for the same variant and access."""
+        """Names the plan that suits the epoch; `apply` makes the same plan for the same variant and access."""
 
     def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
-        """Place projected rows by key group and run the stage's logic against the state."""
+        """Places projected rows by key group and runs the stage's logic against the state."""
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
-        """Rows of a state variable as the user should see them."""
+        """Returns rows of a state variable as the user should see them."""
 
 
 def table_stage(stages: Iterable[StatefulStage]) -> TableStage | None:
-    """The stage with the broadcast tables of a query."""
+    """Returns the stage with the broadcast tables of a query, if it has any."""
     return next((stage for stage in stages if isinstance(stage, TableStage)), None)

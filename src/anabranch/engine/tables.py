@@ -22,6 +22,7 @@ from anabranch.core.errors import EpochError
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import StageSpec
 from anabranch.engine.spark.java import JvmCallError
+from anabranch.engine.spark.query import SparkStream
 from anabranch.engine.tasks import TaskEpoch
 from anabranch.wire.routed import RoutedState, StageAccess
 
@@ -52,7 +53,7 @@ class SharedTable:
         return _kept(self.token, "table", lambda: pa.ipc.open_stream(self.content.value).read_all())
 
     def rows(self, make: Callable[[pa.Table, Sequence[str]], dict[Any, Any]]) -> Rows:
-        """The rows by their key, which nobody can change."""
+        """Returns the rows by their key, read-only."""
         rows: Rows = _kept(self.token, "rows", lambda: MappingProxyType(make(self.table(), self.keys)))
         return rows
 
@@ -61,7 +62,7 @@ _versions: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
 
 def _kept(token: str, form: str, make: Callable[[], Any]) -> Any:
-    """Made once in each process, not in each task."""
+    """Returns a form of a table, which is made once in each process, not in each task."""
     found = _versions.get((token, form))
     if found is None:
         found = _versions[token, form] = make()
@@ -80,7 +81,7 @@ class EpochTables:
     _frames: dict[str, DataFrame] = field(default_factory=dict)
 
     def shared(self, spark: SparkSession, name: str) -> SharedTable:
-        """For processors: sent to each executor once, whatever the number of tasks."""
+        """Returns a table for processors: it is sent to each executor once, whatever the number of tasks."""
         if name not in self._shared:
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, self.tables[name].schema) as stream:
@@ -90,16 +91,13 @@ class EpochTables:
         return self._shared[name]
 
     def frame(self, spark: SparkSession, name: str) -> DataFrame:
-        """For joins."""
+        """Returns a table for joins."""
         if name not in self._frames:
             self._frames[name] = spark.createDataFrame(self.tables[name])
         return self._frames[name]
 
     def release(self) -> None:
-        """Nobody needs this version any more: nothing is left of it, in executors nor in the driver's files.
-
-        Who does all the same sends it again.
-        """
+        """Removes this version from the executors and the driver's files; it is sent again if it is needed again."""
         while self._shared:
             _, table = self._shared.popitem()
             with suppress(FileNotFoundError):  # Spark's JVM may have been faster to delete it
@@ -136,12 +134,6 @@ class TableStage(Protocol):
         """The hash of the key that all tables are under."""
 
 
-class SourceActivity(Protocol):
-    """What Spark knows about the sources of the query."""
-
-    def has_rows_of(self, first: int, count: int) -> bool: ...
-
-
 class TableKeeper:
     """Brings the tables up to date in every epoch."""
 
@@ -156,15 +148,15 @@ class TableKeeper:
     def current(self) -> EpochTables | None:
         return self._current
 
-    def may_change(self, stream: SourceActivity) -> bool:
-        """Whether the epoch that runs brings rows for any table: only then they are looked for in its input."""
+    def may_change(self, stream: SparkStream) -> bool:
+        """Tells whether the epoch that runs brings rows for any table: only then they are looked for in its input."""
         before, own = self._stage.sources
         return stream.has_rows_of(before, own)
 
     def begin(
         self, rows: DataFrame, accesses: Mapping[int, StageAccess], epoch: TaskEpoch, *, may_change: bool
     ) -> None:
-        """Apply what an epoch brings before anything else runs in it."""
+        """Applies the rows that an epoch brings for tables, before anything else runs in it."""
         access = accesses[self._stage.spec.number]
         arrived = self._stage.rows_of_tables(rows).toArrow() if may_change else None
         (group,) = key_groups_of(np.array([self._stage.key_hash]), access.key_groups)
@@ -181,14 +173,14 @@ class TableKeeper:
             state.write(changes)
 
     def committed(self, epoch: int) -> None:
-        """The epoch is part of the state, and so are its tables."""
+        """Notes that an epoch is part of the state, and so are its tables."""
         assert self._current is not None
         if self._committed is not None and self._committed[1] is not self._current:
             self._committed[1].release()
         self._committed = epoch, self._current
 
     def close(self) -> None:
-        """No more epochs run."""
+        """Removes all versions: no more epochs run."""
         versions = [self._current, self._committed[1] if self._committed is not None else None]
         self._current = self._committed = None
         with suppress(JvmCallError, OSError):  # Spark may have been stopped: then nothing is left of them
@@ -196,7 +188,7 @@ class TableKeeper:
                 tables.release()
 
     def _use(self, tables: EpochTables) -> None:
-        """Take these tables for the epoch. Those of a run that has failed are of no use any more."""
+        """Takes these tables for the epoch. Those of a run that has failed are removed."""
         last, self._current = self._current, tables
         if last is not None and last is not tables and (self._committed is None or last is not self._committed[1]):
             last.release()

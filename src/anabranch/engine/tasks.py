@@ -51,20 +51,20 @@ class TaskEpoch:
     #: The watermark of the epoch before: rows that are not after it are late. What the watermark has passed since then
     #: still takes rows, and is over with this epoch.
     late_watermark_ms: int | None = None
-    #: By stage, the partitions that an earlier try of this run has sealed, and whose output nobody needs again.
+    #: By stage, the partitions that an earlier try of this run has sealed, and whose output is not needed again.
     done: Mapping[int, frozenset[int]] = field(default_factory=dict)
     #: By stage, how far behind the watermarks are that it goes by; None if they never move.
     delays_ms: Mapping[int, int | None] = field(default_factory=dict)
 
     def announce(self, spark: SparkSession) -> None:
-        """To all tasks that this thread lets Spark start from now on."""
+        """Tells the facts to all tasks that this thread lets Spark start from now on."""
         document = dataclasses.asdict(self) | {"done": [[s, sorted(p)] for s, p in self.done.items()]}
         document["delays_ms"] = list(self.delays_ms.items())
         spark.sparkContext.setLocalProperty(_PROPERTY, json.dumps(document))
 
     @staticmethod
     def of(context: TaskContext | None) -> TaskEpoch:
-        """As it was announced to a task."""
+        """Returns the facts as they were announced to a task."""
         text = context.getLocalProperty(_PROPERTY) if context is not None else None
         if not text:
             raise EpochError(
@@ -77,7 +77,7 @@ class TaskEpoch:
         return TaskEpoch(**document, done=done, delays_ms=delays_ms)
 
     def of_stage(self, stage: int) -> TaskEpoch:
-        """As the stage sees it, with its own watermarks."""
+        """Returns the facts as a stage sees them, with its own watermarks."""
         delay_ms = self.delays_ms.get(stage, 0)
 
         def behind(watermark_ms: int | None) -> int | None:
@@ -95,7 +95,7 @@ Task = Callable[[Sequence[pa.RecordBatch], RoutedState, TaskEpoch], Iterable[pa.
 
 
 def place(rows: DataFrame, key_names: Sequence[str], access: StageAccess) -> DataFrame:
-    """Put PARTITION and HASH in front, and move every row to the partition that its key group is assigned to."""
+    """Puts PARTITION and HASH in front, and moves every row to the partition that its key group is assigned to."""
     table = ",".join(map(str, access.partitions.tolist()))
     columns = _placement(jvm_number(rows.sparkSession), tuple(key_names), table, access.key_groups)
     return rows.select(*columns, "*").repartitionById(access.parallelism, PARTITION)
@@ -103,7 +103,7 @@ def place(rows: DataFrame, key_names: Sequence[str], access: StageAccess) -> Dat
 
 @lru_cache(maxsize=64)
 def _placement(jvm: int, key_names: tuple[str, ...], table: str, key_groups: int) -> tuple[Column, Column]:
-    """Partition and hash. Kept from epoch to epoch, for one JVM: making a column takes several round trips to it."""
+    """Returns partition and hash. Kept from epoch to epoch, as making a column takes several round trips to the JVM."""
     del jvm
     hashed = F.xxhash64(*key_names)
     # Spark folds the split and the cast into one array literal, so a row costs one look-up.
@@ -113,7 +113,7 @@ def _placement(jvm: int, key_names: tuple[str, ...], table: str, key_groups: int
 
 
 def run_in_tasks(rows: DataFrame, access: StageAccess, task: Task, schema: StructType) -> DataFrame:
-    """Run `task` on each partition of placed rows. Rows come with PARTITION in front, which the task does not see."""
+    """Runs `task` on each partition of placed rows, which come with PARTITION in front; the task does not see it."""
 
     def body(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from run_task(access, task, batches)
@@ -122,8 +122,11 @@ def run_in_tasks(rows: DataFrame, access: StageAccess, task: Task, schema: Struc
 
 
 def run_task(access: StageAccess, task: Task, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Process one partition. State is staged and sealed before the first row goes out, so that a consumer which stops
-    early, such as a limit, does not leave changes behind."""
+    """Processes one partition.
+
+    State is staged and sealed before the first row goes out, so that a consumer which stops early, such as a limit,
+    does not leave changes behind.
+    """
     python_worker.tune()
     context = TaskContext.get()
     epoch = TaskEpoch.of(context)
@@ -139,7 +142,7 @@ def run_task(access: StageAccess, task: Task, batches: Iterable[pa.RecordBatch])
 
 
 def spare_size_checks(rows: DataFrame, stage: StageSpec) -> None:
-    """Let Spark not add up the size of a batch with every row that it adds, where no batch can become too large.
+    """Spares Spark adding up the size of a batch with every row, where no batch can become too large.
 
     That takes as long as writing the row does. What tasks get is rows of the input, or what becomes of it in the state.
     """

@@ -1,7 +1,7 @@
 """The one place that touches files: reads, atomic writes and exclusive creation below a checkpoint's location.
 
 Everything else in this package names files by their path relative to that location, and does not know what is behind
-it: a local or mounted directory (``storage_local``), or whatever fsspec reaches by URL (``storage_remote``).
+it: a local or mounted directory (``local``), or whatever fsspec reaches by URL (``remote``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Files(Protocol):
         """Lets the store itself copy a file, without moving its content here; False: it cannot."""
 
     def refused(self, action: str, path: str, error: Exception) -> CheckpointError:
-        """What went wrong, as an error that says what to do."""
+        """Returns what went wrong as an error that says what to do."""
 
 
 class Storage:
@@ -96,7 +96,7 @@ class Storage:
                 return None
 
     def open(self, path: str) -> pa.NativeFile:
-        """The file as Arrow and Parquet want it: seekable, and a large one not read yet. The caller closes it."""
+        """Opens a file as Arrow and Parquet want it: seekable, and a large one not read yet. The caller closes it."""
         with self._explained("read", path) as checked:
             try:
                 return self._files.open(checked)
@@ -109,7 +109,7 @@ class Storage:
             self._files.write(checked, content)
 
     def write_from(self, path: str, chunks: Iterable[bytes]) -> None:
-        """The same, of content that comes in chunks, and is never in memory as a whole."""
+        """Writes a file like ``write``, of content that comes in chunks and is never in memory as a whole."""
         with self._explained("write", path) as checked:
             self._files.write_from(checked, chunks)
 
@@ -119,7 +119,7 @@ class Storage:
             return self._files.create(checked, content)
 
     def list_names(self, folder: str) -> list[str]:
-        """The sorted names of the files in a folder, none if there is no such folder.
+        """Returns the sorted names of the files in a folder, none if there is no such folder.
 
         Hidden files are left out: interrupted writes, whether ours or Spark's, and Hadoop's checksums.
         """
@@ -127,7 +127,7 @@ class Storage:
             return self._files.list_names(checked)
 
     def walk(self, folder: str) -> Iterator[tuple[str, int, float]]:
-        """Every file below a folder: its path relative to the checkpoint, its bytes, and when it was last modified.
+        """Yields every file below a folder: its path relative to the checkpoint, its bytes, and its last change.
 
         Times are in seconds since 1970, by the clock of the file system. Hidden files are there too, so that a
         clean-up finds interrupted writes.
@@ -177,7 +177,7 @@ class Storage:
 
     @contextmanager
     def _explained(self, action: str, path: str) -> Iterator[str]:
-        """The path, checked; what the file system refuses to do with it becomes an error that says what to do."""
+        """Gives the checked path; what the file system refuses to do with it becomes an error that says what to do."""
         checked = self._checked(path)
         try:
             yield checked

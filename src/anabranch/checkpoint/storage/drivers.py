@@ -63,7 +63,7 @@ class StoreLocation:
 
 
 def place_of(location: str) -> StoreLocation:
-    """What a URL stands for; refused if nothing there could be a checkpoint. Nothing is asked of the store yet."""
+    """Returns what a URL stands for; refuses one that cannot be a checkpoint. Asks nothing of the store yet."""
     url = _URL.fullmatch(location)
     if url is not None and ":" in url["host"].rpartition("@")[0]:
         raise CheckpointError(
@@ -112,7 +112,7 @@ def not_exclusive(place: StoreLocation) -> CheckpointError:
 
 
 def codes_of(error: BaseException) -> frozenset[str]:
-    """How the store itself named an error, as code and as HTTP status, whatever the driver made of it."""
+    """Returns how the store itself named an error, as code and as HTTP status, whatever the driver made of it."""
     codes: set[str] = set()
     for each in (error, error.__cause__):
         response = getattr(each, "response", None)
@@ -127,7 +127,7 @@ def codes_of(error: BaseException) -> frozenset[str]:
 
 
 def names_of(error: BaseException) -> frozenset[str]:
-    """The classes of an error and of its cause by name: those of drivers that may not be installed too."""
+    """Returns the class names of an error and of its cause, also those of drivers that may not be installed."""
     return frozenset(kind.__name__ for each in (error, error.__cause__) if each for kind in type(each).__mro__)
 
 
@@ -136,12 +136,12 @@ def is_no_bucket(error: BaseException) -> bool:
 
 
 def is_taken(error: BaseException) -> bool:
-    """Whether a conditional write failed because the file exists: not all stores say which condition failed."""
+    """Tells whether a conditional write failed because the file exists: not all stores say which condition failed."""
     return isinstance(error, FileExistsError) or bool(codes_of(error) & {"PreconditionFailed", "412"})
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Whether a conditional write met another one that was not decided yet: it has to be sent again."""
+    """Tells whether a conditional write met another one that was not decided yet: it has to be sent again."""
     return bool(codes_of(error) & {"ConditionalRequestConflict", "OperationAborted", "409"})
 
 
@@ -150,7 +150,7 @@ def is_unsupported(error: BaseException) -> bool:
 
 
 def refusal(place: StoreLocation, action: str, target: str, error: Exception) -> CheckpointError:
-    """An error of a driver in words of our own: those of drivers tell of endpoints and users."""
+    """Puts an error of a driver into words of our own: those of drivers tell of endpoints and users."""
     reason, advice = _explanation(place, action, error)
     code = min(codes_of(error), key=lambda each: (each.isdigit(), each), default=type(error).__name__)
     return CheckpointError(f"Cannot {action} {target}: {reason} ({code}). {advice}")

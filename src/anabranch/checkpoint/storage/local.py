@@ -99,7 +99,7 @@ class LocalFiles:
 
     @contextmanager
     def _temporary(self, target: Path, chunks: Iterable[bytes | pa.Buffer]) -> Iterator[Path]:
-        """A complete, synced, hidden file beside the target; on leaving it is gone, and its new name is durable."""
+        """Makes a complete, synced, hidden file beside the target; on leaving it is gone, its new name durable."""
         temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
         folders = [target.parent]
         try:
@@ -177,7 +177,7 @@ def _advice(error: Exception, location: str) -> str:
 
 
 def _root(location: str) -> Path:
-    """The directory that a location means, as Hadoop reads it: in file: URLs too, ``%20`` is not a space."""
+    """Returns the directory that a location means, as Hadoop reads it: in file: URLs too, ``%20`` is not a space."""
     if not location.lower().startswith("file:"):
         return Path(location).absolute()
     url = _FILE_URL.fullmatch(location)

@@ -156,7 +156,7 @@ class RemoteFiles:
         return refusal(self._place, action, self.full_path(path), error)
 
     def _find(self, path: str) -> tuple[AbstractFileSystem, str]:
-        """A driver of this process, and where it has the file."""
+        """Returns a driver of this process, and where it has the file."""
         # Others write to the checkpoint too: what a driver remembers of a folder may be wrong by now.
         options = {"use_listings_cache": False} if self._place.store else {}
         fs, root = fsspec.core.url_to_fs(self._place.url, **options)
@@ -167,7 +167,7 @@ class RemoteFiles:
 
     @contextmanager
     def _missing_files_only(self) -> Iterator[None]:
-        """FileNotFoundError is about a file then, and never about the bucket."""
+        """Lets FileNotFoundError be about a file, and never about the bucket."""
         try:
             yield
         except FileNotFoundError as error:
@@ -177,7 +177,7 @@ class RemoteFiles:
 
     @contextmanager
     def _new_name(self, fs: AbstractFileSystem, target: str) -> Iterator[str]:
-        """The name under which to write a file; on leaving, the file has its own."""
+        """Gives the name under which to write a file; on leaving, the file has its own."""
         if self._place.store:
             yield target
             return
@@ -277,7 +277,7 @@ def _as_bytes(content: bytes | pa.Buffer) -> bytes:
 
 
 def _hidden(target: str) -> str:
-    """A name beside a file that no listing shows."""
+    """Returns a name beside a file that no listing shows."""
     folder, name = posixpath.split(target)
     return posixpath.join(folder, f".{name}.{uuid4().hex}.tmp")
 

@@ -44,7 +44,7 @@ _LOGGER_CONTEXT = "org.apache.logging.log4j.core.LoggerContext"
 
 
 def leave_out_lost_workers(spark: SparkSession) -> None:
-    """Let Spark's log in this driver leave out what failed because of a lost worker, if that is possible."""
+    """Lets Spark's log in this driver leave out what failed because of a lost worker, if that is possible."""
     try:
         context = java_class("org.apache.logging.log4j.LogManager").getContext(False)
         if not is_a(context, _LOGGER_CONTEXT):

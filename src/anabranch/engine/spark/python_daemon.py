@@ -24,10 +24,10 @@ _CHOSEN_BY_SETTING = "spark.pyspark.python"
 
 
 def use_own_daemon(spark: SparkSession) -> None:
-    """Let task processes start from our daemon from now on, if Spark runs them on this machine, for this driver only.
+    """Lets task processes start from our daemon from now on, if Spark runs them on this machine.
 
-    Executors elsewhere have settings of their own, from when they were started: only the user can set it there. What
-    the user has set stays. SettingsError if tasks here would not find this package at all.
+    Executors elsewhere have settings of their own, from when they were started: only the user can set it there. A
+    choice of the user's stays. SettingsError if tasks here would not find this package at all.
     """
     jvm: Any = spark._jvm
     context = spark._jsc.sc()
@@ -48,7 +48,7 @@ def use_own_daemon(spark: SparkSession) -> None:
 
 
 def use_own_python(spark: SparkSession) -> None:
-    """Let tasks on this machine run with the Python that this program runs with, unless the user has chosen one.
+    """Lets tasks on this machine run with the Python that this program runs with, unless the user has chosen one.
 
     Spark takes the ``python3`` of the PATH, which is another one if the environment of this one is not activated. A
     function of the user's keeps the Python of the moment in which Spark first wraps it, so this comes early.
@@ -62,7 +62,7 @@ def use_own_python(spark: SparkSession) -> None:
 
 
 def _can_import(python: str, path: str | None) -> bool:
-    """Whether a daemon of that Python finds this package."""
+    """Tells whether a daemon of that Python finds this package."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if path:
         environment["PYTHONPATH"] = path

@@ -15,14 +15,14 @@ _GC_THRESHOLDS = (50_000, 20, 20)
 
 
 def tune() -> None:
-    """To be called at the start of a task, before its first row is asked for."""
+    """Makes the process cheap for Spark; called at the start of a task, before its first row is asked for."""
     _spare_the_collector()
     _acknowledge_at_once()
 
 
 @cache
 def _spare_the_collector() -> None:
-    """Exempt what the process's imports made from garbage collection, once.
+    """Exempts what the process's imports made from garbage collection, once.
 
     Spark collects garbage after every task of a Python process. Looking through the objects of PySpark, pandas and
     Arrow takes some 40 ms each time, longer than a task of a small epoch.
@@ -33,7 +33,7 @@ def _spare_the_collector() -> None:
 
 
 def _acknowledge_at_once() -> None:
-    """Acknowledge what Spark has sent so far without delay.
+    """Acknowledges what Spark has sent so far without delay.
 
     Spark's JVM sends a task's function and its rows in two writes. Over TCP, the second one waits until the first has
     been acknowledged, and a receiver with nothing to say acknowledges after 40 ms.
@@ -48,7 +48,7 @@ def _acknowledge_at_once() -> None:
 
 @cache
 def _tcp_connections() -> tuple[int, ...]:
-    """The TCP connections that the process has before its first task: to Spark's JVM. None outside Linux."""
+    """Returns the TCP connections that the process has before its first task: to Spark's JVM. None outside Linux."""
     if not hasattr(socket, "TCP_QUICKACK") or not _OPEN_FILES.is_dir():
         return ()
     return tuple(

@@ -22,7 +22,7 @@ _WORKER_IS_LOST = f"because a state worker is lost ({LOST_WORKER})"
 
 
 class SparkStream:
-    """Asks Spark's query. The first epoch may begin before the query's handle is there."""
+    """Asks Spark's query for what it knows. The first epoch may begin before the query's handle is there."""
 
     def __init__(self, *, has_watermark: bool) -> None:
         self._has_watermark = has_watermark
@@ -35,17 +35,17 @@ class SparkStream:
         self._attached.set()
 
     def detach(self) -> None:
-        """Forget the query, before the next one starts: what is asked from now on is asked of that one."""
+        """Forgets the query before the next one starts, which answers from then on."""
         self._attached.clear()
         self._query = None
         self._rows = 0
 
     def batch_time_ms(self) -> int:
-        """When Spark planned the epoch that runs. Spark logs it with the offsets, so a restart does not change it."""
+        """Returns when Spark planned the epoch that runs, as it has logged it; a restart does not change it."""
         return int(self._handle().streamingQuery().lastExecution().offsetSeqMetadata().batchTimestampMs())
 
     def watermark_ms(self) -> int | None:
-        """The event time up to which input is complete; None without a watermark.
+        """Returns the event time up to which input is complete; None without a watermark.
 
         From the first epoch on: Spark begins with 1970, so that rows before that are late, and never goes back.
         """
@@ -53,7 +53,7 @@ class SparkStream:
         return None if execution is None else int(execution.offsetSeqMetadata().batchWatermarkMs())
 
     def late_watermark_ms(self) -> int | None:
-        """The watermark of the epoch before; Spark has it in its log of offsets, so a restart does not change it."""
+        """Returns the watermark of the epoch before, as Spark has logged it; a restart does not change it."""
         execution = self._execution()
         if execution is None:
             return None
@@ -61,11 +61,11 @@ class SparkStream:
         return int(before.get().batchWatermarkMs()) if before.isDefined() else FIRST_WATERMARK_MS
 
     def _execution(self) -> Any:
-        """Spark's plan of the epoch that runs; None without a watermark."""
+        """Returns Spark's plan of the epoch that runs; None without a watermark."""
         return self._handle().streamingQuery().lastExecution() if self._has_watermark else None
 
     def previous_rows(self, epoch: int) -> int | None:
-        """How many rows the last epoch with any read, as far as Spark has reported on the epoch before this one."""
+        """Returns how many rows the last epoch with any read; None if Spark has not reported on the epoch before."""
         progress = self._handle().lastProgress()
         if progress is None or progress.batchId() != epoch - 1:
             return None
@@ -76,7 +76,7 @@ class SparkStream:
         return self._query is not None and not self._query.isActive()
 
     def has_new_rows(self) -> bool:
-        """Whether the epoch that runs has input of its own: the offset of a source other than the ticks has moved."""
+        """Tells whether the epoch that runs has input: the offset of a source other than the ticks has moved."""
         execution = self._handle().streamingQuery()
         context = execution.getLatestExecutionContext()
         before, after = context.startOffsets(), context.endOffsets()
@@ -89,7 +89,7 @@ class SparkStream:
         return False
 
     def has_rows_of(self, first: int, count: int) -> bool:
-        """Whether any of these sources, in the order of the plan, has input in the epoch that runs; True if unknown."""
+        """Tells whether any of these sources, in the order of the plan, has input in the epoch; True if unknown."""
         execution = self._handle().streamingQuery()
         context = execution.getLatestExecutionContext()
         before, after = context.startOffsets(), context.endOffsets()
@@ -104,7 +104,7 @@ class SparkStream:
         return False
 
     def cancel_jobs(self) -> None:
-        """Let the tasks that run for the query fail at once, instead of when their requests time out."""
+        """Lets the tasks that run for the query fail at once, instead of when their requests time out."""
         if self._query is None:
             return
         context = self._query.sparkSession().sparkContext()

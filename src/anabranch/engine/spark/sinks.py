@@ -51,19 +51,19 @@ _TAKEN_BY_ANOTHER = "Race while writing batch"
 
 
 class Sink(Protocol):
-    """Where an epoch's rows go."""
+    """Takes the rows of each epoch."""
 
     @property
     def reads_once(self) -> bool:
-        """Whether a write is certain to read all rows exactly once."""
+        """Tells whether a write is certain to read all rows exactly once."""
 
     def write(self, rows: DataFrame, epoch: int) -> None:
-        """Write the rows of an epoch; a second write of the same epoch has no further effect."""
+        """Writes the rows of an epoch; a second write of the same epoch has no further effect."""
 
 
 @dataclass
 class FileSink:
-    """Files in a directory, with Spark's `_spark_metadata` log of the epochs that are complete."""
+    """Writes files into a directory, with Spark's `_spark_metadata` log of the epochs that are complete."""
 
     path: str
     format: str
@@ -124,7 +124,7 @@ class MemorySink:
     _sink: Any = field(default=None, init=False)
 
     def create_view(self, spark: SparkSession, schema: StructType) -> None:
-        """Make the table known before the first epoch."""
+        """Makes the table known before the first epoch."""
         jvm: Any = spark._jvm
         self._sink = jvm.org.apache.spark.sql.execution.streaming.sources.MemorySink()
         java_schema = spark.createDataFrame([], schema)._jdf.schema()
@@ -164,7 +164,7 @@ class ConsoleSink:
 
 @dataclass
 class ForeachBatchSink:
-    """The user's own function of (rows, epoch). Exactly once if the function is idempotent for an epoch."""
+    """Calls the user's own function of (rows, epoch). Exactly once if the function is idempotent for an epoch."""
 
     function: Callable[[DataFrame, int], Any]
     reads_once: bool = False
@@ -198,13 +198,13 @@ class ForeachSink:
 
 
 def foreach_function(writer: Any) -> Callable[[int, Any], Iterator[Any]]:
-    """What a task does with its partition; raises at once if the writer is not one that Spark takes."""
+    """Returns what a task does with its partition; raises at once if the writer is not one that Spark takes."""
     function: Callable[[int, Any], Iterator[Any]] = DataStreamWriter._construct_foreach_function(writer)
     return function
 
 
 def shift_of(storage: Storage, spark: Storage, place: str, *, committed: Epoch, latest: int) -> int:
-    """What to add to an epoch to get its number in the log of a sink, the same as long as the job lasts.
+    """Returns what to add to an epoch to get its number in the log of a sink, the same as long as the job lasts.
 
     ``committed`` is the epoch that the job resumes after, ``latest`` the newest entry that the log has; -1: none.
     """

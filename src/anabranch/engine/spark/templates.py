@@ -34,7 +34,7 @@ class Template:
 
     @classmethod
     def of(cls, rows: DataFrame, result: DataFrame) -> Template | None:
-        """None if the result is not a chain of operations on the rows alone."""
+        """Returns the template of a result; None if that is not a chain of operations on the rows alone."""
         leaf = _plan(rows)
         nodes = []
         node = _plan(result)
@@ -48,7 +48,7 @@ class Template:
         return cls(leaf.output(), tuple(reversed(nodes)), from_plan)
 
     def on(self, rows: DataFrame) -> DataFrame | None:
-        """The same on other rows; None if Spark gave their attributes other ids."""
+        """Returns the result for other rows; None if Spark gave their attributes other ids."""
         plan = _plan(rows)
         if not plan.output().equals(self.attributes):
             return None
@@ -61,8 +61,10 @@ class Template:
 
 
 class Templates:
-    """The templates of a query, by the variants of its stages, for as long as tasks reach the state in the same way and
-    read the same broadcast tables."""
+    """Keeps the templates of a query, by the variants of its stages.
+
+    They hold as long as tasks reach the state in the same way and read the same broadcast tables.
+    """
 
     def __init__(self) -> None:
         self._accesses: Mapping[int, StageAccess] = {}
@@ -76,7 +78,7 @@ class Templates:
         variants: tuple[str, ...],
         rows: DataFrame,
     ) -> DataFrame | None:
-        """The result for these rows, if there is a template for it."""
+        """Returns the result for these rows, if there is a template for it."""
         if accesses is not self._accesses or tables is not self._tables:
             self._accesses, self._tables = accesses, tables
             self._templates.clear()
@@ -84,7 +86,7 @@ class Templates:
         return template.on(rows) if template is not None else None
 
     def remember(self, variants: tuple[str, ...], rows: DataFrame, result: DataFrame) -> None:
-        """Keep the plan of a result, for the accesses that were last asked for."""
+        """Keeps the plan of a result, for the accesses that were last asked for."""
         template = Template.of(rows, result)
         if template is not None:
             self._templates[variants] = template

@@ -1,6 +1,6 @@
 """Epochs without rows: a source of no rows at all, whose offset moves when the driver wishes for an epoch.
 
-Spark calls nobody while a stream is idle, but windows end, timers are due and state expires all the same. A wish is a
+Spark runs nothing while a stream is idle, but windows end, timers are due and state expires all the same. A wish is a
 number in a file of the driver's machine, another one each time. As Spark itself logs the offset, an epoch without rows
 is repeated after a crash like any other.
 """
@@ -30,7 +30,7 @@ IDLE_INTERVAL_S = 1.0
 
 
 class Ticks:
-    """Wishes for epochs, in the driver."""
+    """Wishes for epochs without rows, in the driver."""
 
     def __init__(self, *, after_rows: bool = True) -> None:
         #: Whether each epoch with rows is followed by one more.
@@ -43,14 +43,14 @@ class Ticks:
         self._last_epoch_s = time.monotonic()
 
     def added_to(self, rows: DataFrame) -> DataFrame:
-        """The same rows, from a stream that also runs when it is wished for."""
+        """Returns the same rows, from a stream that also runs when an epoch is wished for."""
         spark = rows.sparkSession
         spark.dataSource.register(TickSource)
         ticks = spark.readStream.format(NAME).option(_FILE, str(self._file)).load()
         return rows.union(ticks.select(*[F.lit(None).cast(field.dataType).alias(field.name) for field in rows.schema]))
 
     def wish(self) -> None:
-        """Let an epoch run, if only without rows."""
+        """Lets an epoch run, if only without rows."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -60,18 +60,18 @@ class Ticks:
             new.replace(self._file)
 
     def note_epoch(self, *, had_rows: bool) -> None:
-        """An epoch is over. One that had rows may have moved the watermark, for which no other rows need to come."""
+        """Notes the end of an epoch. One that had rows may have moved the watermark, so another one is wished for."""
         self._last_epoch_s = time.monotonic()
         if had_rows and self._after_rows:
             self.wish()
 
     def note_restart(self) -> None:
-        """The query goes on after epochs of another driver, which may have ended before an epoch that was due."""
+        """Notes that the query goes on after another driver, which may have ended before an epoch that was due."""
         if self._after_rows:
             self.wish()
 
     def keep_wishing(self) -> None:
-        """Let an epoch run every now and then while no rows come."""
+        """Lets an epoch run every now and then while no rows come."""
         threading.Thread(target=self._keep_wishing, name="anabranch-ticks", daemon=True).start()
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class Ticks:
 
 
 class TickSource(DataSource):
-    """What Spark asks for the schema and the reader."""
+    """Gives Spark the schema and the reader."""
 
     @classmethod
     def name(cls) -> str:
@@ -101,7 +101,7 @@ class TickSource(DataSource):
 
 
 class TickReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Offsets without rows. Runs in a process of its own, beside the driver."""
+    """Gives Spark offsets without rows. Runs in a process of its own, beside the driver."""
 
     def __init__(self, file: str) -> None:
         self._file = Path(file)
@@ -116,7 +116,7 @@ class TickReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         try:
             wish = int(self._file.read_text())
         except FileNotFoundError:
-            wish = 0  # nobody has wished for anything yet, or the query is ending
+            wish = 0  # there has been no wish yet, or the query is ending
         if wish > self._wish:
             self._wish, self._seen_at = wish, start[TICK]
         # The same answer however often Spark asks, until an epoch with this offset has run.
@@ -124,7 +124,7 @@ class TickReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return {TICK: start[TICK] + is_new}
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """Nothing is fixed in advance: what the last rows have moved has to be taken along."""
+        """Fixes nothing in advance: an epoch that the last rows have made due has to run too."""
 
     def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[InputPartition]:
         del start, end
@@ -135,4 +135,4 @@ class TickReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return iter(())
 
     def commit(self, end: Mapping[str, Any]) -> None:
-        """Nothing to do."""
+        """Does nothing: there are no rows to forget."""
