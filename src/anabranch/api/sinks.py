@@ -26,55 +26,67 @@ from anabranch.engine.spark.sinks import (
 )
 from anabranch.plan.pipeline import Pipeline
 
+Function = Callable[[DataFrame, int], Any]
+
+#: The formats of late rows.
+_LATE_FORMATS = ("parquet", "json", "csv")
 _OTHER_FORMATS = ("memory", "console", "noop")
 
 
 @dataclass(frozen=True)
-class TablePlace:
-    """A table of the catalog as a sink."""
+class SinkRequest:
+    """The sink of a query as the user described it with the writer's methods."""
 
-    name: str
+    format: str
+    mode: str
+    partition_by: Sequence[str]
+    #: Those of the sink, among them perhaps a path.
+    options: Mapping[str, str]
+    #: The query's.
+    name: str | None
+    #: Of foreachBatch.
+    function: Function | None
+    #: Of foreach.
+    foreach: Any | None
+    #: A table of the catalog.
+    table: str | None
+
+    @property
+    def path(self) -> str | None:
+        return next((value for key, value in self.options.items() if key.lower() == "path"), None)
+
+    @property
+    def plain_options(self) -> dict[str, str]:
+        return {key: value for key, value in self.options.items() if key.lower() != "path"}
 
 
-def choose_sink(
-    result: DataFrame,
-    *,
-    format: str,
-    function: Callable[[DataFrame, int], Any] | None,
-    foreach: Any | None,
-    table: TablePlace | None,
-    name: str | None,
-    mode: str,
-    partition_by: Sequence[str],
-    options: Mapping[str, str],
-) -> tuple[Sink, str]:
+def choose_sink(result: DataFrame, wanted: SinkRequest) -> tuple[Sink, str]:
     """Returns the sink, and a few words that describe it."""
-    plain = {key: value for key, value in options.items() if key.lower() != "path"}
-    path = next((value for key, value in options.items() if key.lower() == "path"), None)
+    format, function, foreach = wanted.format, wanted.function, wanted.foreach
     if function is not None:
         if format:
             raise UnsupportedError(f"A query has one sink: foreachBatch or format({format!r}), not both.")
-        _no_options(options, "foreachBatch")
-        _no_partitions(partition_by, "foreachBatch")
+        _no_options(wanted.options, "foreachBatch")
+        _no_partitions(wanted, "foreachBatch")
         return ForeachBatchSink(function), f"foreachBatch({getattr(function, '__name__', 'function')})"
     if foreach is not None:
-        if format or table is not None:
+        if format or wanted.table is not None:
             raise UnsupportedError("A query has one sink: foreach, a format or a table, not several of them.")
-        _no_options(options, "foreach")
-        _no_partitions(partition_by, "foreach")
+        _no_options(wanted.options, "foreach")
+        _no_partitions(wanted, "foreach")
         return ForeachSink(foreach), f"foreach({getattr(foreach, '__name__', type(foreach).__name__)})"
-    if table is not None:
-        return _table_sink(result, table, format or "parquet", mode, partition_by, plain)
+    if wanted.table is not None:
+        return _table_sink(result, wanted, wanted.table)
     chosen = format or result.sparkSession.conf.get("spark.sql.sources.default", "parquet") or "parquet"
     if chosen in FILE_FORMATS:
-        return _file_sink(result, chosen, path, mode, partition_by, plain)
-    _no_partitions(partition_by, chosen)
+        return _file_sink(result, wanted, chosen)
+    _no_partitions(wanted, chosen)
     if chosen == "memory":
-        return _memory_sink(result, name, mode, plain)
+        return _memory_sink(result, wanted)
     if chosen == "console":
-        return _console_sink(plain)
+        return _console_sink(wanted.plain_options)
     if chosen == "noop":
-        _no_options(plain, "noop")
+        _no_options(wanted.plain_options, "noop")
         return NoopSink(), "noop"
     known = [*FILE_FORMATS, *_OTHER_FORMATS]
     close = difflib.get_close_matches(chosen, known, n=1)
@@ -84,70 +96,58 @@ def choose_sink(
     )
 
 
-def _file_sink(
-    result: DataFrame,
-    format: str,
-    path: str | None,
-    mode: str,
-    partition_by: Sequence[str],
-    options: Mapping[str, str],
-) -> tuple[Sink, str]:
+def _file_sink(result: DataFrame, wanted: SinkRequest, format: str) -> tuple[Sink, str]:
+    path = wanted.path
     if not path:
         raise UnsupportedError(f"The {format} sink needs a directory: start('directory') or option('path', …).")
-    _no_complete(mode, f"the {format} sink")
-    for column in partition_by:
+    _no_complete(wanted.mode, f"the {format} sink")
+    for column in wanted.partition_by:
         if column not in result.columns:
             raise UnsupportedError(f"partitionBy: there is no column {column!r} in the result {result.columns}.")
     place = qualified(result.sparkSession, path, what=f"The directory of the {format} sink", error=UnsupportedError)
-    return FileSink(place, format, partition_by, options), f"{format} files in {path}"
+    return FileSink(place, format, wanted.partition_by, wanted.plain_options), f"{format} files in {path}"
 
 
-def _table_sink(
-    result: DataFrame,
-    table: TablePlace,
-    format: str,
-    mode: str,
-    partition_by: Sequence[str],
-    options: Mapping[str, str],
-) -> tuple[Sink, str]:
+def _table_sink(result: DataFrame, wanted: SinkRequest, table: str) -> tuple[Sink, str]:
     """Returns the sink of a table of files: its location takes the epochs, as with Spark's own toTable."""
+    format, partition_by, options = wanted.format or "parquet", wanted.partition_by, wanted.plain_options
     if format not in FILE_FORMATS:
         raise UnsupportedError(f"toTable writes tables of {', '.join(FILE_FORMATS)}, not of {format!r}.")
-    _no_complete(mode, "a table")
+    _no_complete(wanted.mode, "a table")
     spark = result.sparkSession
-    if not spark.catalog.tableExists(table.name):
+    if not spark.catalog.tableExists(table):
         writer = spark.createDataFrame([], result.schema).write.format(format).options(**options)
-        (writer.partitionBy(*partition_by) if partition_by else writer).saveAsTable(table.name)
-    described = {row["col_name"]: row["data_type"] for row in spark.sql(f"DESCRIBE FORMATTED {table.name}").collect()}
+        (writer.partitionBy(*partition_by) if partition_by else writer).saveAsTable(table)
+    described = {row["col_name"]: row["data_type"] for row in spark.sql(f"DESCRIBE FORMATTED {table}").collect()}
     location, provider = described.get("Location"), (described.get("Provider") or "").lower()
     if not location or provider not in FILE_FORMATS:
-        raise UnsupportedError(f"The table {table.name} is not one of files in {', '.join(FILE_FORMATS)}.")
+        raise UnsupportedError(f"The table {table} is not one of files in {', '.join(FILE_FORMATS)}.")
     # Asked of the catalog: reading the table would make Spark remember which files it has now.
-    existing = spark.catalog.listColumns(table.name)
+    existing = spark.catalog.listColumns(table)
     partitions = [column.name for column in existing if column.isPartition]
     if partition_by and list(partition_by) != partitions:
         raise UnsupportedError(
-            f"The table {table.name} is partitioned by {partitions}, not by {list(partition_by)}. Leave out "
+            f"The table {table} is partitioned by {partitions}, not by {list(partition_by)}. Leave out "
             "partitionBy, or write to another table."
         )
     # A table has its partition columns at the end.
-    wanted = sorted(result.schema.fields, key=lambda f: partitions.index(f.name) if f.name in partitions else -1)
-    if [(c.name, c.dataType) for c in existing] != [(f.name, f.dataType.simpleString()) for f in wanted]:
+    fields = sorted(result.schema.fields, key=lambda f: partitions.index(f.name) if f.name in partitions else -1)
+    if [(c.name, c.dataType) for c in existing] != [(f.name, f.dataType.simpleString()) for f in fields]:
         columns = ", ".join(f"{column.name}: {column.dataType}" for column in existing)
         raise UnsupportedError(
-            f"The table {table.name} has the columns {columns}, and the query's result has "
+            f"The table {table} has the columns {columns}, and the query's result has "
             f"{result.schema.simpleString()}. Select the table's columns, or write to another table."
         )
-    return FileSink(location, provider, partitions, options), f"table {table.name}"
+    return FileSink(location, provider, partitions, options), f"table {table}"
 
 
-def _memory_sink(result: DataFrame, name: str | None, mode: str, options: Mapping[str, str]) -> tuple[Sink, str]:
-    _no_options(options, "memory")
-    if not name:
+def _memory_sink(result: DataFrame, wanted: SinkRequest) -> tuple[Sink, str]:
+    _no_options(wanted.plain_options, "memory")
+    if not wanted.name:
         raise UnsupportedError("The memory sink needs queryName(…): the name of the table that it fills.")
-    sink = MemorySink(name, complete=mode == "complete")
+    sink = MemorySink(wanted.name, complete=wanted.mode == "complete")
     sink.create_view(result.sparkSession, result.schema)
-    return sink, f"memory table {name}"
+    return sink, f"memory table {wanted.name}"
 
 
 def _console_sink(options: Mapping[str, str]) -> tuple[Sink, str]:
@@ -164,8 +164,8 @@ def _no_options(options: Mapping[str, str], sink: str) -> None:
         raise UnsupportedError(f"Unknown option {next(iter(options))!r} for the {sink} sink. Remove it.")
 
 
-def _no_partitions(partition_by: Sequence[str], sink: str) -> None:
-    if partition_by:
+def _no_partitions(wanted: SinkRequest, sink: str) -> None:
+    if wanted.partition_by:
         raise UnsupportedError(f"partitionBy is for files, not for the {sink} sink. Remove it.")
 
 
@@ -175,11 +175,6 @@ def _no_complete(mode: str, sink: str) -> None:
             f"Output mode complete is not supported for {sink}: every epoch would replace all of it. Use "
             "outputMode('update'), or write the whole result in foreachBatch."
         )
-
-
-FORMATS = ("parquet", "json", "csv")
-
-Function = Callable[[DataFrame, int], Any]
 
 
 @dataclass(frozen=True)
@@ -195,8 +190,8 @@ class LateTarget:
                 "lateRows needs a directory, or a function of (DataFrame, epoch), not "
                 f"{'an empty path' if self.target == '' else f'a {type(self.target).__name__}'}."
             )
-        if self.format not in FORMATS:
-            raise UnsupportedError(f"lateRows writes {', '.join(FORMATS)}, not {self.format!r}.")
+        if self.format not in _LATE_FORMATS:
+            raise UnsupportedError(f"lateRows writes {', '.join(_LATE_FORMATS)}, not {self.format!r}.")
 
     def __str__(self) -> str:
         if callable(self.target):

@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from anabranch.api.query import StreamQuery
 from anabranch.api.settings import is_setting, resolve_settings
-from anabranch.api.sinks import LateTarget, TablePlace, choose_late_rows, choose_sink
+from anabranch.api.sinks import LateTarget, SinkRequest, choose_late_rows, choose_sink
 from anabranch.api.start import QuerySpec, start_query
 from anabranch.checkpoint.job import stages_of
 from anabranch.checkpoint.shapes import former_places
@@ -149,11 +149,11 @@ class StreamWriter:
         """Start the query with a table of the catalog as its sink; the table is made if there is none."""
         if self._function is not None:
             raise UnsupportedError("A query has one sink: foreachBatch or toTable, not both.")
-        return self._start(TablePlace(tableName), format, outputMode, partitionBy, queryName, options)
+        return self._start(tableName, format, outputMode, partitionBy, queryName, options)
 
     def _start(
         self,
-        table: TablePlace | None,
+        table: str | None,
         format: str | None,
         output_mode: str | None,
         partition_by: str | list[str] | None,
@@ -182,17 +182,17 @@ class StreamWriter:
         checkpoint = _take(plain, "checkpointLocation") or self._default_checkpoint(settings, table)
         place = checkpoint if isinstance(checkpoint, str) else checkpoint.path
         pipeline = _as_in_checkpoint(self._pipeline, spark, place, settings)
-        sink, description = choose_sink(
-            self._sample,
+        wanted = SinkRequest(
             format=self._format,
-            function=self._function,
-            foreach=self._foreach,
-            table=table,
-            name=self._name,
             mode=self._mode,
             partition_by=self._partition_by,
             options=plain,
+            name=self._name,
+            function=self._function,
+            foreach=self._foreach,
+            table=table,
         )
+        sink, description = choose_sink(self._sample, wanted)
         late = None
         if self._late is not None:
             late = choose_late_rows(
@@ -220,7 +220,7 @@ class StreamWriter:
             )
         )
 
-    def _default_checkpoint(self, settings: Settings, table: TablePlace | None) -> str | TemporaryFolder:
+    def _default_checkpoint(self, settings: Settings, table: str | None) -> str | TemporaryFolder:
         """Returns, as Spark does, a folder of the session's, or a temporary one if the sink keeps nothing itself."""
         parent = self._sample.sparkSession.conf.get("spark.sql.streaming.checkpointLocation", None)
         if parent:

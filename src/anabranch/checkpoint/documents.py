@@ -80,8 +80,13 @@ def write(storage: Storage, path: str, value: Any) -> None:
 
 def read(storage: Storage, path: str, kind: type[_T]) -> _T:
     """Reads a document as a value of a kind that has a ``format_version`` among its fields."""
+    return convert(storage, path, decode(storage, path, storage.read(path)), kind)
+
+
+def convert(storage: Storage, path: str, content: Mapping[str, Any], kind: type[_T]) -> _T:
+    """Turns the content of a document into a value of a kind; what only the content has is left out."""
     try:
-        return msgspec.convert(decode(storage, path, storage.read(path)), kind)
+        return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
         raise unexpected(storage, path, error) from error
 

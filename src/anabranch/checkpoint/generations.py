@@ -27,8 +27,7 @@ def claim_generation(storage: Storage, info: Mapping[str, Any]) -> Generation:
     """Claims the next generation. ``info`` is for people: who claimed it, where and when."""
     candidate = Generation(latest_generation(storage) + 1)
     for _ in range(_RACES_MAX):
-        content = documents.encode({"generation": candidate, "info": dict(info)})
-        if storage.create(paths.generation_file(candidate), content):
+        if claim_exactly(storage, candidate, info):
             return candidate
         candidate = Generation(max(candidate, latest_generation(storage)) + 1)
     raise CheckpointError(
@@ -40,15 +39,15 @@ def claim_generation(storage: Storage, info: Mapping[str, Any]) -> Generation:
 def claim_next(storage: Storage, mine: Generation, info: Mapping[str, Any]) -> Generation:
     """Claims the generation after one's own. Raises FencedError if a newer driver has claimed it."""
     following = Generation(mine + 1)
-    content = documents.encode({"generation": following, "info": dict(info)})
-    if not storage.create(paths.generation_file(following), content):
+    if not claim_exactly(storage, following, info):
         raise _fenced(storage, mine, max(following, latest_generation(storage)))
     return following
 
 
-def claim_exactly(storage: Storage, generation: Generation, info: Mapping[str, Any]) -> None:
-    """Counts a generation as claimed, so that the next driver claims a later one."""
-    storage.create(paths.generation_file(generation), documents.encode({"generation": generation, "info": dict(info)}))
+def claim_exactly(storage: Storage, generation: Generation, info: Mapping[str, Any]) -> bool:
+    """Counts a generation as claimed, so that the next driver claims a later one; False if it was claimed before."""
+    content = documents.encode({"generation": generation, "info": dict(info)})
+    return storage.create(paths.generation_file(generation), content)
 
 
 def generation_info(storage: Storage, generation: Generation) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from anabranch.checkpoint import documents, paths
 from anabranch.checkpoint.generations import claim_exactly
@@ -69,12 +69,15 @@ def complete_savepoint(storage: Storage, target: Storage, epoch: Epoch) -> Savep
     """Describes the job, and declares the savepoint whole. Its snapshot has to be there."""
     read_snapshot(target, epoch)
     storage.copy_to(paths.JOB, target, paths.JOB)
-    for name in storage.list_names(paths.SHAPES):
-        storage.copy_to(f"{paths.SHAPES}/{name}", target, f"{paths.SHAPES}/{name}")
+    _copy_shapes(storage, target)
     savepoint = Savepoint(epoch, storage.location, time.time())
-    content = {"epoch": epoch, "origin": savepoint.origin, "created_s": savepoint.created_s}
-    target.write(paths.SAVEPOINT, documents.encode(content))
+    target.write(paths.SAVEPOINT, documents.encode(asdict(savepoint)))
     return savepoint
+
+
+def _copy_shapes(source: Storage, target: Storage) -> None:
+    for name in source.list_names(paths.SHAPES):
+        source.copy_to(f"{paths.SHAPES}/{name}", target, f"{paths.SHAPES}/{name}")
 
 
 def read_savepoint(storage: Storage) -> Savepoint:
@@ -85,10 +88,7 @@ def read_savepoint(storage: Storage) -> Savepoint:
             "Set anabranch.savepoint to a folder that query.savepoint or `anabranch savepoint` has written."
         )
     content = documents.decode(storage, paths.SAVEPOINT, raw)
-    try:
-        return Savepoint(Epoch(int(content["epoch"])), str(content["origin"]), float(content["created_s"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise documents.unexpected(storage, paths.SAVEPOINT, repr(error)) from error
+    return documents.convert(storage, paths.SAVEPOINT, content, Savepoint)
 
 
 def start_from(source: Storage, storage: Storage, spark: Storage) -> Epoch | None:
@@ -104,8 +104,7 @@ def start_from(source: Storage, storage: Storage, spark: Storage) -> Epoch | Non
     for file in snapshot.files:
         source.copy_to(file.path, storage, file.path)
     source.copy_to(paths.snapshot_document(epoch), storage, paths.snapshot_document(epoch))
-    for name in source.list_names(paths.SHAPES):
-        source.copy_to(f"{paths.SHAPES}/{name}", storage, f"{paths.SHAPES}/{name}")
+    _copy_shapes(source, storage)
     begin_savepoint(source, spark, epoch)
     # Spark's id of the query, which it expects to find beside offsets.
     spark.write(paths.SPARK_METADATA, json.dumps({"id": str(uuid.uuid4())}).encode())

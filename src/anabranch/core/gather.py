@@ -1,4 +1,4 @@
-"""Rows of a table in any order, whatever the table's size.
+"""Gathers rows of a table in any order, whatever the table's size.
 
 Arrow joins the chunks of a column before it takes rows from it: that copies all of the column, and fails where strings
 or binary values have more than 2 GiB together. Here a large table is gathered part by part.
@@ -20,14 +20,14 @@ Rows = npt.NDArray[Any]
 
 
 def gathered(table: pa.Table, rows: Rows) -> pa.Table:
-    """The rows at these positions, in this order."""
+    """Returns the rows at these positions, in this order."""
     if table.nbytes <= PART_BYTES:
         return table.take(pa.array(rows))
     return pa.concat_tables([table.slice(0, 0), *gathered_in_parts(table, rows)])
 
 
 def gathered_in_parts(table: pa.Table, rows: Rows) -> Iterator[pa.Table]:
-    """The same, one part after the other, each of about as many bytes as a part has."""
+    """Yields the same rows one part after the other, each of about PART_BYTES."""
     batches = table.to_batches()
     starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
     step = max(1, int(PART_BYTES * len(table) // max(1, table.nbytes)))

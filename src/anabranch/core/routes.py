@@ -89,7 +89,7 @@ class Route:
 
 
 def initial_route(workers: Collection[WorkerId], key_groups: int, first_epoch: Epoch) -> Route:
-    """The first route of a job: one contiguous range of key groups for each worker."""
+    """Returns the first route of a job: one contiguous range of key groups for each worker."""
     _check_key_groups(key_groups)
     ordered = _checked_workers(workers, key_groups)
     owners = tuple(ordered[group * len(ordered) // key_groups] for group in range(key_groups))
@@ -102,7 +102,7 @@ def next_route(
     first_epoch: Epoch,
     load: Sequence[float] | None = None,
 ) -> Route:
-    """The route over ``workers`` that follows ``route``, having moved few key groups.
+    """Returns the route over ``workers`` that follows ``route``, having moved few key groups.
 
     Without loads the numbers of groups differ by at most one, and no route that does so moves fewer groups. With the
     load of each key group, the loads of two workers differ by little more than the weight of one key group, or than
@@ -115,7 +115,7 @@ def next_route(
 
 
 def moves(old: Route, new: Route) -> Mapping[KeyGroup, tuple[WorkerId, WorkerId]]:
-    """The key groups whose owner changes, each with the owner it leaves and the one it goes to."""
+    """Returns the key groups whose owner changes, each with the owner it leaves and the one it goes to."""
     if old.key_groups != new.key_groups:
         raise SettingsError(
             f"Routes over {old.key_groups} and {new.key_groups} key groups cannot be compared; "
@@ -126,7 +126,7 @@ def moves(old: Route, new: Route) -> Mapping[KeyGroup, tuple[WorkerId, WorkerId]
 
 
 def assign_partitions(route: Route, parallelism: int, load: Sequence[float] | None = None) -> tuple[Partition, ...]:
-    """The partition of each key group (the index is the key group), for a stage run by ``parallelism`` tasks.
+    """Returns the partition of each key group (the index is the key group), for a stage run by ``parallelism`` tasks.
 
     With at least as many tasks as workers, a partition's groups belong to one worker; with fewer, a partition holds
     all groups of some workers. Partitions in use are numbered from 0 without gaps; there are more tasks than
@@ -156,7 +156,7 @@ def assign_partitions(route: Route, parallelism: int, load: Sequence[float] | No
 def _spread(
     groups: Sequence[KeyGroup], numbers: Sequence[Partition], weights: Sequence[int]
 ) -> dict[KeyGroup, Partition]:
-    """The heaviest group first, each to the lightest partition; so every partition gets one."""
+    """Gives each group, the heaviest first, to the lightest partition; so every partition gets one."""
     heap = [(0, number) for number in numbers]
     spread: dict[KeyGroup, Partition] = {}
     for group in sorted(groups, key=lambda group: (-weights[group], group)):
@@ -167,7 +167,7 @@ def _spread(
 
 
 def owners_of_partitions(route: Route, assignment: Sequence[Partition]) -> tuple[frozenset[WorkerId], ...]:
-    """The workers that own the key groups of each partition in use (the index is the partition)."""
+    """Returns the workers that own the key groups of each partition in use (the index is the partition)."""
     owners: list[set[WorkerId]] = [set() for _ in range(max(assignment) + 1)]
     for owner, partition in zip(route.owners, assignment, strict=True):
         owners[partition].add(owner)
@@ -224,7 +224,7 @@ class _Balance:
         insort(self._held[worker], (self._weights[group], group))
 
     def improve(self) -> bool:
-        """Move one group to the least loaded worker, from the most loaded one that has a fitting group."""
+        """Moves one group to the least loaded worker, from the most loaded one that has a fitting group."""
         receiver = self.lightest()
         for donor in sorted(self._load, key=lambda worker: (-self._load[worker], worker)):
             gap = self._load[donor] - self._load[receiver]
@@ -240,7 +240,7 @@ class _Balance:
         return False
 
     def _fitting(self, donor: WorkerId, receiver: WorkerId, gap: int) -> int | None:
-        """The donor's group that best evens out the two, or None if every one of them is too heavy to help."""
+        """Returns the donor's group that best evens out the two, or None if every one of them is too heavy to help."""
         held = self._held[donor]
         if len(held) < 2:
             return None
@@ -253,7 +253,7 @@ class _Balance:
 
 
 def _share_partitions(route: Route, parallelism: int) -> dict[WorkerId, list[Partition]]:
-    """The partitions of each worker: one at first, every further one where partitions are largest."""
+    """Returns the partitions of each worker: one at first, every further one where partitions are largest."""
     counts = dict.fromkeys(route.workers, 1)
     sizes = {worker: len(route.groups_of(worker)) for worker in route.workers}
     heap = [(-float(sizes[worker]), worker) for worker in route.workers if sizes[worker] > 1]
@@ -275,7 +275,7 @@ def _share_partitions(route: Route, parallelism: int) -> dict[WorkerId, list[Par
 
 
 def _pack_workers(route: Route, parallelism: int) -> dict[WorkerId, Partition]:
-    """Whole workers into fewer partitions: the largest first, each into the smallest partition."""
+    """Packs whole workers into fewer partitions: the largest first, each into the smallest partition."""
     heap = [(0, number) for number in range(parallelism)]
     packed: dict[WorkerId, Partition] = {}
     for worker in sorted(route.workers, key=lambda worker: (-len(route.groups_of(worker)), worker)):
@@ -286,7 +286,7 @@ def _pack_workers(route: Route, parallelism: int) -> dict[WorkerId, Partition]:
 
 
 def _weights(load: Sequence[float], key_groups: int) -> list[int] | None:
-    """What each key group weighs, or None if nothing is known because all loads are zero."""
+    """Returns what each key group weighs, or None if nothing is known because all loads are zero."""
     if len(load) != key_groups:
         raise SettingsError(f"There are {len(load)} loads for {key_groups} key groups; give one for each.")
     if not all(math.isfinite(value) and value >= 0 for value in load):

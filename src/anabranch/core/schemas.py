@@ -67,7 +67,7 @@ class VariableSpec:
 
     @property
     def whole(self) -> VariableSpec:
-        """With all value fields that files may have."""
+        """The same variable with all value fields that files may have."""
         return replace(self, value=pa.schema([*self.value, *self.dropped]), dropped=pa.schema([]))
 
 
@@ -83,8 +83,8 @@ class StageSpec:
     traits: Mapping[str, str] = field(default_factory=dict, hash=False)
     #: State variables that it asks to be deleted, if there is anything of them.
     deleted: tuple[str, ...] = ()
-    #: Whether fields that its state variables have in a checkpoint may be gone, with their values. A wish of the query,
-    #: and no part of what the state is.
+    #: Whether fields that its state variables have in a checkpoint may be gone, with their values. The query asks for
+    #: it; it is no part of what the state is.
     may_drop_fields: bool = field(default=False, compare=False)
 
     @cached_property
@@ -93,7 +93,7 @@ class StageSpec:
         return {variable.name: Layout(self.key, variable) for variable in self.variables}
 
     def numbered(self, number: StageNumber, name: str) -> StageSpec:
-        """The same stage under another number and name."""
+        """Returns the same stage under another number and name."""
         return replace(self, number=number, name=name)
 
     def to_json(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Layout:
 
 
 def _renamed(schema: pa.Schema, *, prefix: str, taken: Iterable[str]) -> pa.Schema:
-    """The fields under names that are not taken, by their neighbours neither."""
+    """Renames fields whose names are taken, by others or by their neighbours."""
     names = set(taken)
     fields = []
     for field_ in schema:

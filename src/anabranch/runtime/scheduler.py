@@ -1,7 +1,7 @@
 """Scheduler: time, locks, and work that goes on at the same time, as coordinator and workers are given them.
 
-Production passes real threads and clocks (``threads``), the simulation its own. Whoever takes a scheduler uses nothing
-else to wait, to lock or to ask for the time.
+Production passes real threads and clocks (``threads``), the simulation its own. Code that takes a scheduler uses
+nothing else to wait, to lock or to ask for the time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Lock(AbstractContextManager[Any], Protocol):
 
 
 class Condition(Lock, Protocol):
-    """A lock, and a way to wait for something that others do while they hold it."""
+    """A lock, and a way to wait for something that other threads do while they hold it."""
 
     def wait(self, timeout: float | None = None) -> bool: ...
 
@@ -29,12 +29,12 @@ class Condition(Lock, Protocol):
 
 
 class Future(Protocol[T_co]):
-    """What becomes of work that was handed in."""
+    """The result to come of work that was handed in."""
 
     def done(self) -> bool: ...
 
     def result(self, timeout: float | None = None) -> T_co:
-        """Waits for the result, or raises what the work raised; TimeoutError after so many seconds."""
+        """Waits for the result, or raises what the work raised; TimeoutError after ``timeout`` seconds."""
 
 
 class Thread(Protocol):

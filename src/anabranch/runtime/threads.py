@@ -101,5 +101,5 @@ def stand_back() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-#: What production passes to whoever takes a scheduler.
+#: The scheduler that production passes to all code that takes one.
 THREADS = ThreadScheduler()
