@@ -21,8 +21,8 @@ from anabranch.engine.runner import (
 )
 from anabranch.engine.segments import Segment, StreamInputs, watermark_delays_ms
 from anabranch.engine.spark.frames import run_all_partitions
-from anabranch.engine.spark.java import InterruptedBySparkError, jvm_session
-from anabranch.engine.spark.query import SparkStream, wait_for_interrupt
+from anabranch.engine.spark.java import InterruptedBySparkError, jvm_session, wait_for_interrupt
+from anabranch.engine.spark.query import SparkStream
 from anabranch.engine.spark.sinks import Sink
 from anabranch.engine.spark.templates import Templates
 from anabranch.engine.spark.ticks import Ticks

@@ -16,7 +16,6 @@ from pyspark.sql.types import StructField, StructType
 
 from anabranch.api.stream import Stream, stream
 from anabranch.core.errors import UnsupportedError
-from anabranch.engine.spark.frames import plain
 
 Schema = StructType | str
 #: Rows as tuples or dicts; by the name of their input, if there are several.
@@ -52,7 +51,7 @@ class OneInput:
 
     def _read(self) -> DataFrame:
         reader = self._spark.readStream.schema(self._schema).option("maxFilesPerTrigger", 1)
-        return plain(reader.parquet(str(self._folder)))
+        return _plain(reader.parquet(str(self._folder)))
 
 
 class NamedInputs(OneInput):
@@ -81,3 +80,11 @@ class NamedInputs(OneInput):
             parts.append(pa.table({field.name: part.to_struct_array()}))
         kinds = to_arrow_schema(self._schema, timezone="UTC")
         return pa.concat_tables(parts, promote_options="permissive").select(names).cast(kinds)
+
+
+def _plain(rows: DataFrame) -> DataFrame:
+    """Also if the session has been enabled."""
+    from pyspark.sql.classic.dataframe import DataFrame as ClassicDataFrame
+
+    classic: Any = rows
+    return ClassicDataFrame(classic._jdf, rows.sparkSession)

@@ -19,7 +19,6 @@ from anabranch.api.query import StreamQuery
 from anabranch.api.running import run_of
 from anabranch.api.stream import Stream
 from anabranch.core.errors import AnabranchError, UnsupportedError
-from anabranch.engine.spark.query import advance_watermark
 from anabranch.testing.inputs import NamedInputs, OneInput, Schema, Sent
 from anabranch.testing.moments import milliseconds
 from anabranch.testing.steps import Clock, KillWorker, Rescale, Restart, Rows, Step, Watermark
@@ -170,7 +169,9 @@ class StreamTest:
         self._output[epoch] = rows.collect()
         running = run_of(self.query.runId) if self._watermark_ms is not None else None
         if running is not None and self._watermark_ms is not None:
-            advance_watermark(running.query, self._watermark_ms)
+            spark_query: Any = running.query
+            tracker = spark_query._jsq.streamingQuery().watermarkTracker()
+            tracker.setWatermark(max(self._watermark_ms, tracker.currentWatermark()))
             self._watermark_ms = None
 
     def _settle(self) -> list[Row]:

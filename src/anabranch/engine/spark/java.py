@@ -65,3 +65,16 @@ def jvm_session(spark: SparkSession) -> Any:
 def jvm_number(spark: SparkSession) -> int:
     """Returns a number that tells apart the JVMs that this process has used."""
     return id(spark._jvm)
+
+
+def wait_for_interrupt(spark: SparkSession, interval_ms: int) -> None:
+    """Waits a moment; raises InterruptedBySparkError if Spark interrupts the thread meanwhile, to stop the query.
+
+    The wait is in the JVM, in the very thread that Spark interrupts: a wait on this side would keep Spark from
+    stopping.
+    """
+    jvm: Any = spark._jvm
+    try:
+        jvm.java.lang.Thread.sleep(interval_ms)
+    except JvmError:
+        raise InterruptedBySparkError from None

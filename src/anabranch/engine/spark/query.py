@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from anabranch.core.errors import EpochError
 from anabranch.engine.runner import LOST_WORKER
-from anabranch.engine.spark.java import InterruptedBySparkError, JvmError
 from anabranch.engine.spark.ticks import TICK
 from anabranch.engine.tasks import FIRST_WATERMARK_MS
 
@@ -19,6 +17,12 @@ _ATTACH_TIMEOUT_S = 60.0
 _TICK = f'{{"{TICK}":'
 #: Why jobs are cancelled. The epoch that fails with it runs again, also if the loss has been made good meanwhile.
 _WORKER_IS_LOST = f"because a state worker is lost ({LOST_WORKER})"
+
+
+def checkpoint_of(query: StreamingQuery) -> str:
+    """Returns the folder of a running query's checkpoint, with its scheme."""
+    jvm_query: Any = query._jsq
+    return str(jvm_query.streamingQuery().resolvedCheckpointRoot())
 
 
 class SparkStream:
@@ -114,29 +118,3 @@ class SparkStream:
         if not self._attached.wait(_ATTACH_TIMEOUT_S):
             raise EpochError("Spark did not hand over the query's handle. Start the query again.")
         return self._query
-
-
-def wait_for_interrupt(spark: SparkSession, interval_ms: int) -> None:
-    """Waits a moment; raises InterruptedBySparkError if Spark interrupts the thread meanwhile, to stop the query.
-
-    The wait is in the JVM, in the very thread that Spark interrupts: a wait on this side would keep Spark from
-    stopping.
-    """
-    jvm: Any = spark._jvm
-    try:
-        jvm.java.lang.Thread.sleep(interval_ms)
-    except JvmError:
-        raise InterruptedBySparkError from None
-
-
-def checkpoint_of(query: StreamingQuery) -> str:
-    """Returns the folder of a running query's checkpoint, with its scheme."""
-    jvm_query: Any = query._jsq
-    return str(jvm_query.streamingQuery().resolvedCheckpointRoot())
-
-
-def advance_watermark(query: StreamingQuery, watermark_ms: int) -> None:
-    """Moves the watermark of a query forward, as rows with later times would."""
-    jvm_query: Any = query._jsq
-    tracker = jvm_query.streamingQuery().watermarkTracker()
-    tracker.setWatermark(max(watermark_ms, tracker.currentWatermark()))
