@@ -92,9 +92,8 @@ class GroupedStream:
     ) -> Stream:
         """Run Spark's own StatefulProcessor on rows, with its state and timers in the state workers."""
         return self._process(
-            "transformWithState", statefulProcessor, outputStructType, outputMode, timeMode, initialState,
-            eventTimeColumnName, pandas=False,
-        )  # fmt: skip
+            statefulProcessor, outputStructType, outputMode, timeMode, initialState, eventTimeColumnName, pandas=False
+        )
 
     def transformWithStateInPandas(
         self,
@@ -107,9 +106,8 @@ class GroupedStream:
     ) -> Stream:
         """Run Spark's own StatefulProcessor on pandas DataFrames, with its state and timers in the state workers."""
         return self._process(
-            "transformWithStateInPandas", statefulProcessor, outputStructType, outputMode, timeMode, initialState,
-            eventTimeColumnName, pandas=True,
-        )  # fmt: skip
+            statefulProcessor, outputStructType, outputMode, timeMode, initialState, eventTimeColumnName, pandas=True
+        )
 
     def applyInPandasWithState(
         self,
@@ -159,7 +157,6 @@ class GroupedStream:
 
     def _process(
         self,
-        method: str,
         processor: StatefulProcessor,
         output: StructType | str,
         output_mode: str,
@@ -169,6 +166,7 @@ class GroupedStream:
         *,
         pandas: bool,
     ) -> Stream:
+        method = "transformWithStateInPandas" if pandas else "transformWithState"
         pipeline, keys = self._named(f"{method}({type(processor).__name__})")
         with bound_columns_explained("groupBy", self._sample.columns):
             stage, sample = build_process(

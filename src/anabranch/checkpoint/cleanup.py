@@ -182,10 +182,9 @@ def unneeded(
 
 def _restorable(found: Documents, committed: Epoch, epochs: Iterable[Epoch]) -> list[Epoch]:
     """Leaves out the epochs that an interrupted clean-up got at, which lie before the oldest complete one."""
-    oldest = next((epoch for epoch in found.epochs if found.gap_before(epoch) is None), None)
     restorable = []
     for epoch in sorted({*epochs, committed} - {NO_EPOCH}):
-        if epoch != committed and oldest is not None and epoch < oldest:
+        if epoch != committed and epoch < found.oldest_complete:
             continue
         try:
             found.state_files(epoch)

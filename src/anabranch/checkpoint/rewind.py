@@ -14,7 +14,7 @@ from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.checkpoint.statefiles import Documents
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import Epoch
+from anabranch.core.ids import NO_EPOCH, Epoch
 
 
 def newest_durable_epoch(storage: Storage, up_to: Epoch) -> Epoch:
@@ -23,8 +23,8 @@ def newest_durable_epoch(storage: Storage, up_to: Epoch) -> Epoch:
     Later epochs may have been committed by Spark, if the job does not make every epoch durable.
     """
     found = Documents(storage)
-    epochs = [epoch for epoch in found.epochs if epoch <= up_to]
-    return max((epoch for epoch in epochs if found.gap_before(epoch) is None), default=Epoch(-1))
+    epochs = (epoch for epoch in reversed(found.epochs) if epoch <= up_to)
+    return next((epoch for epoch in epochs if found.gap_before(epoch) is None), NO_EPOCH)
 
 
 def rewind(spark: Storage, storage: Storage, to: Epoch) -> list[Epoch]:

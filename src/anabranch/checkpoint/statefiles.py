@@ -111,6 +111,11 @@ class Documents:
         """The epochs with a snapshot that counts, intact or not, in order."""
         return [epoch for epoch in self.all_snapshots if not self.is_rolled_back(epoch)]
 
+    @cached_property
+    def oldest_complete(self) -> Epoch:
+        """The oldest epoch that lacks no document; NO_EPOCH if there is none. Goes by names alone."""
+        return next((epoch for epoch in self.epochs if self.gap_before(epoch) is None), NO_EPOCH)
+
     def is_rolled_back(self, epoch: Epoch) -> bool:
         """Whether the snapshot of an epoch is of another run than its manifest: that run was rolled back."""
         if epoch not in self.writers:

@@ -113,8 +113,7 @@ class Description:
 def verify(storage: Storage) -> Report:
     """Reads every document, and every file that one of them names, and compares each with what is said about it."""
     found = Documents(storage)
-    oldest = next((epoch for epoch in found.epochs if found.gap_before(epoch) is None), None)
-    leftovers = tuple(epoch for epoch in found.epochs if oldest is not None and epoch < oldest)
+    leftovers = tuple(epoch for epoch in found.epochs if epoch < found.oldest_complete)
     epochs = found.epochs[len(leftovers) :]
     problems = _committed_problems(storage, epochs)
     job: JobDescription | None = None
