@@ -18,9 +18,8 @@ from anabranch.checkpoint import (
     write_changes,
     write_manifest,
 )
-from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion, WorkerId
+from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion, Run, WorkerId
 from anabranch.core.keygroups import key_groups_of
-from anabranch.core.requests import Run
 from anabranch.core.schemas import HASH, Layout, Op, StageSpec
 
 WORKERS = ("w1", "w2")

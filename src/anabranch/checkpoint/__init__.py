@@ -12,7 +12,6 @@ from anabranch.checkpoint.generations import (
 )
 from anabranch.checkpoint.job import JobDescription, create_or_check, read_job
 from anabranch.checkpoint.manifests import (
-    ChangeFile,
     Manifest,
     chain,
     manifest_epochs,
@@ -24,7 +23,6 @@ from anabranch.checkpoint.paths import change_file, variable_folder
 from anabranch.checkpoint.routes import load_route, newest_route, save_route
 from anabranch.checkpoint.snapshots import (
     Snapshot,
-    SnapshotFile,
     read_snapshot,
     read_snapshot_rows,
     snapshot_epochs,
@@ -35,6 +33,7 @@ from anabranch.checkpoint.sparklog import has_offsets, last_committed_epoch
 from anabranch.checkpoint.statefiles import StateFiles, newest_whole_epoch, state_files
 from anabranch.checkpoint.storage import Storage
 from anabranch.checkpoint.verify import Description, Problem, Report, describe, verify
+from anabranch.core.state_files import ChangeFile, SnapshotFile
 
 __all__ = [
     "FORMAT_VERSION",

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 
 from anabranch.checkpoint.documents import Checksum, checksum_of
 from anabranch.checkpoint.evolution import to_layout
-from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.gather import PART_BYTES, gathered_in_parts
 from anabranch.core.keygroups import MAX_KEY_GROUPS, key_groups_of
 from anabranch.core.schemas import GROUP, HASH, Layout
+from anabranch.core.state_files import ChangeFile
 
 #: Small enough that a reader of few key groups skips most of a large file.
 _ROW_GROUP_ROWS = 65_536

@@ -15,22 +15,8 @@ from anabranch.checkpoint import documents, paths
 from anabranch.checkpoint.generations import check_generation
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import Epoch, Generation, RouteVersion, StageNumber, WorkerId
-from anabranch.core.requests import Run
-
-
-@dataclass(frozen=True)
-class ChangeFile:
-    """One worker's changes to one state variable in one epoch."""
-
-    stage: StageNumber
-    variable: str
-    worker: WorkerId
-    #: Relative to the checkpoint.
-    path: str
-    rows: int
-    bytes: int
-    checksum: str
+from anabranch.core.ids import Epoch, Generation, RouteVersion, Run
+from anabranch.core.state_files import ChangeFile
 
 
 @dataclass(frozen=True)

@@ -21,32 +21,16 @@ from anabranch.checkpoint.evolution import to_layout
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.gather import gathered
-from anabranch.core.ids import Epoch, Generation, StageNumber
+from anabranch.core.ids import Epoch, Generation, Run, RunId
 from anabranch.core.keygroups import MAX_KEY_GROUPS, key_groups_of
-from anabranch.core.requests import Run, RunId
 from anabranch.core.schemas import GROUP, HASH, Layout, StageSpec, VariableKind
+from anabranch.core.state_files import SnapshotFile
 
 #: Small enough that a reader of few key groups skips most of a large file.
 ROW_GROUP_ROWS = 65_536
 #: A reader holds a file in memory, compressed, while it takes rows from it.
 FILE_ROWS_MAX = 4_000_000
 _COMPRESSION = "lz4"
-
-
-@dataclass(frozen=True)
-class SnapshotFile:
-    """Rows of one state variable: all of the key groups in a range, or, of a key group too large for a file, some."""
-
-    stage: StageNumber
-    variable: str
-    first_group: int
-    #: Included.
-    last_group: int
-    #: Relative to the checkpoint.
-    path: str
-    rows: int
-    bytes: int
-    checksum: str
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,16 @@ from typing import TypeVar
 from anabranch.checkpoint import paths
 from anabranch.checkpoint.job import deleted_variables
 from anabranch.checkpoint.manifests import (
-    ChangeFile,
     Manifest,
     check_succession,
     newest_writers,
     read_manifest_by,
 )
-from anabranch.checkpoint.snapshots import Snapshot, SnapshotFile, read_snapshot, snapshot_epochs
+from anabranch.checkpoint.snapshots import Snapshot, read_snapshot, snapshot_epochs
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import NO_EPOCH, Epoch, Generation
-from anabranch.core.requests import RunId
+from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RunId
+from anabranch.core.state_files import ChangeFile, SnapshotFile
 
 _Document = TypeVar("_Document")
 _FilesDocument = TypeVar("_FilesDocument", Manifest, Snapshot)

@@ -15,7 +15,7 @@ from anabranch.checkpoint.generations import check_generation, claim_next
 from anabranch.checkpoint.savepoints import Savepoint
 from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.control.epochs.durability import Durability
-from anabranch.control.epochs.executor import EpochExecutor, file_of
+from anabranch.control.epochs.executor import EpochExecutor
 from anabranch.control.epochs.maintenance import Maintenance
 from anabranch.control.epochs.savepoints import take_savepoint
 from anabranch.control.inspection import Inspection
@@ -31,12 +31,11 @@ from anabranch.core import epoch_events as events
 from anabranch.core.change_timing import ChangeTiming
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, FencedError
-from anabranch.core.ids import Epoch, Partition, StageNumber
-from anabranch.core.requests import StagePartition
+from anabranch.core.ids import Epoch, Partition, StageNumber, StagePartition
+from anabranch.core.requests import CloseJob, Flush
 from anabranch.core.routes import Route, owners_of_partitions
 from anabranch.core.schemas import StageSpec
 from anabranch.core.settings import Settings
-from anabranch.wire import messages
 from anabranch.wire.routed import StageAccess
 
 logger = logging.getLogger(__name__)
@@ -242,9 +241,9 @@ class Coordinator:
         """Make all committed epochs durable."""
         if not self._durability.volatile:
             return
-        flush = messages.Flush(**self._job(), deferred=self._durability.deferred())
-        answers = self._on_all(lambda member: self._call(member, flush))
-        files = [file_of(pair) for answer in answers for pair in answer["files"]]
+        flush = Flush(**self._job(), deferred=self._durability.deferred())
+        answers = self._on_all(lambda member: member.client.call(flush))
+        files = [file for answer in answers for file in answer.files]
         self._durability.write(self._owned, self.route.version, files, self._durability.volatile)
 
     def status(self) -> Mapping[str, Any]:
@@ -290,7 +289,7 @@ class Coordinator:
             logger.warning("the last epochs are not durable, and will be repeated: %s", error)
         for member in self.members:
             try:
-                self._call(member, messages.CloseJob(**self._job()))
+                member.client.call(CloseJob(**self._job()))
             except AnabranchError as error:
                 logger.debug("worker %s could not be told that the job ends: %s", member.worker, error)
         self._durability.close()
@@ -299,10 +298,6 @@ class Coordinator:
         self._inspection.is_closed = True
 
     # ----------------------------------------------------------------------------------------------- pieces
-
-    def _call(self, member: Member, request: messages.Request) -> dict[str, Any]:
-        header, _ = member.client.call(request)
-        return header
 
     def _on_all(self, call: Callable[[Member], Any]) -> list[Any]:
         return self._scheduler.gather(partial(call, member) for member in self.members)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
-from anabranch.core.ids import Epoch, WorkerId
-from anabranch.core.requests import Refusal, Run, StageAttempt, StagePartition
+from anabranch.core.answers import Refusal
+from anabranch.core.ids import Epoch, Run, StageAttempt, StagePartition, WorkerId
+from anabranch.core.state_files import ChangeFile
 
 
 class Failure(StrEnum):
@@ -74,8 +74,8 @@ class SealsReported(RunEvent):
 @dataclass(frozen=True)
 class WorkerPrepared(RunEvent):
     worker: WorkerId
-    #: What the manifest is to say of the worker's change files; this module does not look into it.
-    files: tuple[Any, ...]
+    #: What the manifest is to say of the worker's change files.
+    files: tuple[tuple[Epoch, ChangeFile], ...]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class PrepareOn(Instruction):
 class WriteManifest(Instruction):
     """Write the manifest under a name that holds epoch, generation and run; of several, the greatest run counts."""
 
-    files: tuple[Any, ...]
+    files: tuple[tuple[Epoch, ChangeFile], ...]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import Any
 
+from anabranch.core.answers import Refusal
 from anabranch.core.epoch_events import (
     AbortOn,
     BeginOn,
@@ -38,8 +38,8 @@ from anabranch.core.epoch_events import (
     WriteManifest,
 )
 from anabranch.core.errors import EpochError, FencedError
-from anabranch.core.ids import NO_EPOCH, Epoch, WorkerId
-from anabranch.core.requests import NO_RUN, Refusal, Run, StageAttempt, StagePartition
+from anabranch.core.ids import NO_EPOCH, NO_RUN, Epoch, Run, StageAttempt, StagePartition, WorkerId
+from anabranch.core.state_files import ChangeFile
 
 #: How often tasks whose changes are missing are run again before the epoch fails.
 MISSING_ROUNDS_MAX = 2
@@ -81,7 +81,7 @@ class EpochMachine:
         #: One attempt for each task, sealed on all of its owners. None until every task has one.
         self.choice: frozenset[StageAttempt] | None = None
         #: The change files of the workers that have prepared.
-        self.files: dict[WorkerId, tuple[Any, ...]] = {}
+        self.files: dict[WorkerId, tuple[tuple[Epoch, ChangeFile], ...]] = {}
         #: Workers that refused to commit. What they prepared is durable, so it does not hold up the epoch.
         self.lost: set[WorkerId] = set()
 

@@ -14,9 +14,8 @@ from anabranch.checkpoint import ChangeFile, Storage, change_file, read_changes,
 from anabranch.checkpoint import changes as checkpoint_changes
 from anabranch.core import gather
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import Epoch, Generation, StageNumber, WorkerId
+from anabranch.core.ids import Epoch, Generation, Run, StageNumber, WorkerId
 from anabranch.core.keygroups import key_groups_of
-from anabranch.core.requests import Run
 from anabranch.core.schemas import HASH, Layout, Op, StageSpec, VariableKind, VariableSpec
 
 GROUPS = 64

@@ -17,8 +17,7 @@ from anabranch.checkpoint import (
 from anabranch.checkpoint.documents import encode
 from anabranch.checkpoint.paths import manifest_file
 from anabranch.core.errors import CheckpointError, FencedError
-from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion, StageNumber, WorkerId
-from anabranch.core.requests import Run
+from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion, Run, StageNumber, WorkerId
 
 
 def manifest_of(epoch: int, generation: int = 1, **other: object) -> Manifest:

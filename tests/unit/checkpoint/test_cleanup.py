@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from anabranch.checkpoint import ChangeFile, Manifest, Storage, paths, write_manifest
 from anabranch.checkpoint.cleanup import CleanedUp, Policy, clean_up, retained_epochs
-from anabranch.checkpoint.snapshots import Snapshot, SnapshotFile, snapshot_epochs, write_snapshot
+from anabranch.checkpoint.snapshots import Snapshot, snapshot_epochs, write_snapshot
 from anabranch.checkpoint.statefiles import Documents, StateFiles, state_files
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion, StageNumber, WorkerId
-from anabranch.core.requests import Run
+from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion, Run, StageNumber, WorkerId
+from anabranch.core.state_files import SnapshotFile
 
 NOW = 1_700_000_000.0
 HOUR = 3600.0

@@ -21,8 +21,7 @@ from anabranch.checkpoint import (
 from anabranch.checkpoint.comparison import former_places
 from anabranch.checkpoint.job import deleted_variables, save_shape
 from anabranch.core.errors import CheckpointError, FencedError
-from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion, StageNumber
-from anabranch.core.requests import Run
+from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion, Run, StageNumber
 from anabranch.core.schemas import JOIN_TYPE, MEANING, OPERATOR, StageSpec, VariableKind, VariableSpec
 
 COUNT, TOTAL = pa.field("count", pa.int64(), nullable=False), pa.field("total", pa.int64())

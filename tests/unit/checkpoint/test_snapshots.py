@@ -22,9 +22,8 @@ from anabranch.checkpoint.snapshots import (
     write_snapshot_rows,
 )
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import Epoch, Generation
+from anabranch.core.ids import Epoch, Generation, Run
 from anabranch.core.keygroups import key_groups_of
-from anabranch.core.requests import Run
 from anabranch.core.schemas import GROUP, HASH, POSITION, Layout, StageSpec, VariableKind, VariableSpec
 
 GROUPS = 32

@@ -18,12 +18,12 @@ from anabranch.checkpoint import (
     write_manifest,
 )
 from anabranch.checkpoint.job import save_shape
-from anabranch.checkpoint.snapshots import Snapshot, SnapshotFile, snapshot_epochs, write_snapshot
+from anabranch.checkpoint.snapshots import Snapshot, snapshot_epochs, write_snapshot
 from anabranch.checkpoint.statefiles import newest_whole_epoch, state_files
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import NO_EPOCH, Epoch, Generation, JobId, RouteVersion, StageNumber, WorkerId
-from anabranch.core.requests import Run
+from anabranch.core.ids import NO_EPOCH, Epoch, Generation, JobId, RouteVersion, Run, StageNumber, WorkerId
 from anabranch.core.schemas import StageSpec
+from anabranch.core.state_files import SnapshotFile
 from support.written_checkpoint import WrittenCheckpoint
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from anabranch.core.answers import Refusal
 from anabranch.core.epoch_events import (
     AbortOn,
     BeginOn,
@@ -34,8 +35,17 @@ from anabranch.core.epoch_events import (
 )
 from anabranch.core.epochs import EpochMachine, Step, choose_attempts
 from anabranch.core.errors import EpochError, FencedError
-from anabranch.core.ids import NO_EPOCH, Attempt, Epoch, Partition, StageNumber, WorkerId
-from anabranch.core.requests import Refusal, Run, StageAttempt, StagePartition
+from anabranch.core.ids import (
+    NO_EPOCH,
+    Attempt,
+    Epoch,
+    Partition,
+    Run,
+    StageAttempt,
+    StageNumber,
+    StagePartition,
+    WorkerId,
+)
 
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
 BOTH = frozenset({A, B})

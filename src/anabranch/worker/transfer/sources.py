@@ -11,13 +11,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from anabranch.checkpoint.changes import read_changes
-from anabranch.checkpoint.manifests import ChangeFile
-from anabranch.checkpoint.snapshots import SnapshotFile, read_snapshot_rows
+from anabranch.checkpoint.snapshots import read_snapshot_rows
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.eventtime import EventTime
 from anabranch.core.gather import gathered
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, Layout
+from anabranch.core.state_files import ChangeFile, SnapshotFile
 from anabranch.worker.transfer.peers import as_puts
 
 Flags = npt.NDArray[np.bool_]
