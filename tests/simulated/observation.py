@@ -84,7 +84,7 @@ def _breaking(seen: Seen, what: str) -> Callable[..., Any]:
 
 def _driver_decides(seen: Seen) -> Callable[..., Any]:
     def observe(known: Callable[..., Any]) -> Callable[..., Any]:
-        def observed(machine: EpochMachine, event: epoch_events.Event) -> Any:
+        def observed(machine: EpochMachine, event: epoch_events.EpochEvent) -> Any:
             instructions = known(machine, event)
             for instruction in instructions:
                 seen[type(instruction).__name__] += 1

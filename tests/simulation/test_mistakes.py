@@ -83,7 +83,7 @@ def test_a_worker_with_a_mistake_is_found(
 # -- the driver's machine, and what carries out its decisions
 
 
-def prepares_what_is_there(machine: EpochMachine) -> list[epoch_events.Instruction]:
+def prepares_what_is_there(machine: EpochMachine) -> list[epoch_events.EpochInstruction]:
     """Does not wait until every task has a complete attempt."""
     machine.step = Step.RUNNING
     chosen = choose_attempts(machine.owners, machine.seals)
@@ -93,8 +93,8 @@ def prepares_what_is_there(machine: EpochMachine) -> list[epoch_events.Instructi
 
 
 def writes_the_manifest_early(
-    machine: EpochMachine, worker: WorkerId, then: Callable[[], list[epoch_events.Instruction]]
-) -> list[epoch_events.Instruction]:
+    machine: EpochMachine, worker: WorkerId, then: Callable[[], list[epoch_events.EpochInstruction]]
+) -> list[epoch_events.EpochInstruction]:
     """Does not wait until every worker has prepared."""
     if machine.step is Step.PREPARING:
         machine.waiting.clear()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from anabranch.checkpoint.generations import check_generation, claim_next
@@ -23,19 +24,19 @@ from anabranch.control.membership.cluster import Cluster
 from anabranch.control.membership.members import Member, Membership
 from anabranch.control.membership.rescale import Change, Rescale
 from anabranch.control.membership.worker_pool import WorkerPool
-from anabranch.control.owned_checkpoint import who_claims
+from anabranch.control.owned_checkpoint import OwnedCheckpoint, who_claims
 from anabranch.control.parts import PRODUCTION, DriverParts
 from anabranch.control.resume import Resumed
-from anabranch.control.stage_access import make_accesses
 from anabranch.core import epoch_events as events
 from anabranch.core.change_timing import ChangeTiming
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, FencedError
 from anabranch.core.ids import Epoch, Partition, StageNumber, StagePartition
 from anabranch.core.requests import CloseJob, Flush
-from anabranch.core.routes import Route, owners_of_partitions
+from anabranch.core.routes import Route, assign_partitions, owners_of_partitions
 from anabranch.core.schemas import StageSpec
 from anabranch.core.settings import Settings
+from anabranch.wire.credentials import Credentials
 from anabranch.wire.routed import StageAccess
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Coordinator:
             self._machine, self.cluster, self._durability, settings, parts.scheduler, lambda: self._owned
         )
         self._inspection = Inspection(self.cluster, parts.scheduler, self._job, _REPAIR_S + settings.worker_timeout_s)
-        self._accesses = make_accesses(self._owned, self.cluster, self.parallelism, self._settings)
+        self._accesses = _make_accesses(self._owned, self.cluster, self.parallelism, self._settings)
         #: The last changes among the workers. Those before an epoch are reported with it.
         self.changes: deque[Change] = deque(maxlen=_CHANGES_REMEMBERED)
         #: How many changes were made because of lost workers.
@@ -197,7 +198,7 @@ class Coordinator:
         self._repairs += bool(change.lost)
         for rescale in change.rescales:
             self.parallelism.update({StageNumber(stage): number for stage, number in rescale.parallelism.items()})
-        self._accesses = make_accesses(self._owned, self.cluster, self.parallelism, self._settings)
+        self._accesses = _make_accesses(self._owned, self.cluster, self.parallelism, self._settings)
 
     def _note_duration(self) -> None:
         duration_ms = 1000 * self._timing.end(self._scheduler.monotonic_s())
@@ -304,3 +305,25 @@ class Coordinator:
 
     def _job(self) -> dict[str, Any]:
         return {"job": self._owned.job.job_id, "generation": self._owned.generation}
+
+
+def _make_accesses(
+    owned: OwnedCheckpoint, cluster: Cluster, parallelism: Mapping[StageNumber, int], settings: Settings
+) -> Mapping[int, StageAccess]:
+    """What tasks are given to reach the state of each stage, under the route that is in force; by stage."""
+    accesses: dict[int, StageAccess] = {}
+    for spec in owned.job.stages:
+        partitions = min(parallelism[spec.number], owned.job.key_groups)
+        accesses[spec.number] = StageAccess(
+            job=owned.job.job_id,
+            generation=owned.generation,
+            key_groups=owned.job.key_groups,
+            stage=spec,
+            routing=cluster.routing,
+            parallelism=partitions,
+            partitions=np.array(assign_partitions(cluster.route, partitions, cluster.load), dtype=np.int32),
+            cache_route=settings.routing_cache,
+            timeout_s=settings.request_timeout_s,
+            credentials=Credentials.of(settings),
+        )
+    return accesses

@@ -55,9 +55,9 @@ class EpochExecutor:
         self.changed: dict[str, Any] = {}
         self.pace = DrainRate()
 
-    def drive(self, event: events.Event) -> list[events.Instruction]:
+    def drive(self, event: events.EpochEvent) -> list[events.EpochInstruction]:
         """Hand an event to the machine and carry out what it says, until it has nothing more for us to do."""
-        leftover: list[events.Instruction] = []
+        leftover: list[events.EpochInstruction] = []
         queue = [event]
         while queue:
             instructions = self._machine.handle(queue.pop(0))
@@ -73,7 +73,9 @@ class EpochExecutor:
             queue += followed
         return leftover
 
-    def _outcome(self, instruction: events.Instruction, call: Future[events.Event | None]) -> events.Event | None:
+    def _outcome(
+        self, instruction: events.EpochInstruction, call: Future[events.EpochEvent | None]
+    ) -> events.EpochEvent | None:
         """Wait for what was carried out, but not for a worker that has been found lost meanwhile."""
         while True:
             try:
@@ -89,7 +91,7 @@ class EpochExecutor:
         for worker in workers:
             self._cluster.note_lost(worker, "it did not commit the epoch")
 
-    def _carry_out(self, instruction: events.Instruction) -> events.Event | None:
+    def _carry_out(self, instruction: events.EpochInstruction) -> events.EpochEvent | None:
         match instruction:
             case events.WriteManifest():
                 return self._write_manifest(instruction)
@@ -112,7 +114,7 @@ class EpochExecutor:
 
     def _ask(
         self, instruction: events.BeginOn | events.CollectSeals | events.PrepareOn | events.CommitOn
-    ) -> events.Event:
+    ) -> events.EpochEvent:
         worker, run, numbers = instruction.worker, instruction.run, self._numbers(instruction)
         client = self._cluster.members.get(worker).client
         match instruction:
@@ -136,7 +138,7 @@ class EpochExecutor:
                 self._cluster.note_progress(worker, client.call(Commit(**numbers)))
                 return events.WorkerCommitted(run, worker)
 
-    def _write_manifest(self, instruction: events.WriteManifest) -> events.Event:
+    def _write_manifest(self, instruction: events.WriteManifest) -> events.EpochEvent:
         written = sum(file.bytes for _, file in instruction.files)
         workers = self._cluster.members.workers
         self.changed = _changed([self._prepared[worker] for worker in workers if worker in self._prepared], written)
@@ -162,7 +164,7 @@ class EpochExecutor:
             except AnabranchError as error:
                 logger.debug("worker %s could not be told to abort: %s", abort.worker, error)
 
-    def _numbers(self, instruction: events.Instruction) -> dict[str, Any]:
+    def _numbers(self, instruction: events.EpochInstruction) -> dict[str, Any]:
         owned = self._owned()
         return {
             "job": owned.job.job_id,

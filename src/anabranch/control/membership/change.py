@@ -36,7 +36,7 @@ class ChangeInProgress:
         self._answers: dict[WorkerId, TransferProgress] = {}
         self.made: Change
 
-    def carry_out(self, instruction: events.Instruction) -> list[events.Event]:
+    def carry_out(self, instruction: events.MembershipInstruction) -> list[events.MembershipEvent]:
         """Does what the machine says; what came of it."""
         cluster = self._cluster
         match instruction:
@@ -95,7 +95,7 @@ class ChangeInProgress:
             raise WorkerError("No state worker is left, and this query starts none itself. Start one, then the query.")
         return member
 
-    def _assign(self, instruction: events.AssignGroups) -> events.Event:
+    def _assign(self, instruction: events.AssignGroups) -> events.MembershipEvent:
         cluster, settings = self._cluster, self._cluster.settings
         with cluster.assigning:
             # Asked for only now: from here on they are in use, and not cleaned up.

@@ -111,7 +111,7 @@ class Cluster:
             return list(self.gone.values())
 
     @property
-    def recruits(self) -> list[Member]:
+    def pending_workers(self) -> list[Member]:
         """Workers that wait to be let in."""
         with self.notes:
             return list(self.waiting.values())
@@ -153,8 +153,8 @@ class Cluster:
 
     def rescale(self, rescale: Rescale) -> Rescale:
         """Have so many workers; without a number: share the load out anew."""
-        wish = events.Wish(rescale.number, rescale.workers, dict(rescale.parallelism))
-        return self._ask(rescale, events.RescaleWanted(wish))
+        request = events.RescaleRequest(rescale.number, rescale.workers, dict(rescale.parallelism))
+        return self._ask(rescale, events.RescaleWanted(request))
 
     def scale_out(self, in_force: Mapping[int, int]) -> Rescale:
         """One worker more than was asked for last, and one task more for each of these stages, given how many it has.
@@ -177,7 +177,7 @@ class Cluster:
         rescale = Rescale(f"worker {worker} leaves")
         return self._ask(rescale, events.DrainWanted(worker, rescale.number))
 
-    def _ask(self, rescale: Rescale, event: events.Event) -> Rescale:
+    def _ask(self, rescale: Rescale, event: events.MembershipEvent) -> Rescale:
         with self.notes:
             instructions = self._machine.handle(event)
             self.rescales[rescale.number] = rescale
@@ -204,7 +204,7 @@ class Cluster:
         """Let go of lost and leaving workers, let in new ones, and share the key groups out among those that stay."""
         with self.change_counter.changing():
             change = ChangeInProgress(self, durability)
-            queue: list[events.Event] = [events.ChangeBegun(next_epoch)]
+            queue: list[events.MembershipEvent] = [events.ChangeBegun(next_epoch)]
             while queue:
                 instructions = self._decide(queue.pop(0))
                 with self._given_up_on_errors():
@@ -221,19 +221,19 @@ class Cluster:
                 self._do_all(self._decide(events.ChangeFailed()))
             raise
 
-    def _decide(self, event: events.Event) -> list[events.Instruction]:
+    def _decide(self, event: events.MembershipEvent) -> list[events.MembershipInstruction]:
         with self.notes:
             return self._machine.handle(event)
 
-    def _do_all(self, instructions: Sequence[events.Instruction]) -> None:
+    def _do_all(self, instructions: Sequence[events.MembershipInstruction]) -> None:
         for instruction in instructions:
             self.do(instruction)
 
-    def do(self, instruction: events.Instruction) -> None:
+    def do(self, instruction: events.MembershipInstruction) -> None:
         """Carries out what is not part of a change."""
         match instruction:
             case events.StartWorkers():
-                self.scheduler.start(partial(self._start_workers, instruction.count), name="anabranch-recruit")
+                self.scheduler.start(partial(self._start_workers, instruction.count), name="anabranch-start")
             case events.EndRescale():
                 with self.notes:
                     rescale = self.rescales.pop(instruction.rescale)
