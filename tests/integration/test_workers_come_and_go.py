@@ -25,10 +25,10 @@ from anabranch.control.membership import launcher
 from anabranch.control.membership.fork_server import FORK_SERVER
 from anabranch.core.errors import SettingsError, UnsupportedError
 from anabranch.core.ids import WorkerId
+from anabranch.core.requests import OpenJob, Request
 from anabranch.core.settings import DEFAULT_CONTROL_PORT
 from anabranch.wire import keyring
 from anabranch.wire.client import WorkerClient
-from anabranch.wire.messages import OpenJob, Request
 from support.described import assert_described
 from support.live_query import WAIT_S, LiveQuery, is_gone, wait_until, worker_process
 from support.redis_server import running_redis

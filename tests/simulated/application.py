@@ -210,7 +210,7 @@ class Application:
         for driver in self.drivers:
             if driver.is_alive and driver.coordinator is not None:
                 cluster = driver.coordinator.cluster
-                members = [*cluster.members.all, *cluster.departing, *cluster.recruits]
+                members = [*cluster.members.all, *cluster.departing, *cluster.pending_workers]
                 busy.update(member.worker for member in members)
         if not self.history.embedded and self.world.rng.random() < 0.5:
             for worker in self.workers.values():

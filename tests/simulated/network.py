@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
 from anabranch.core.errors import AnabranchError, LostWorkerError, WorkerError
+from anabranch.core.requests import Exchange, Request, RowRequest
 from anabranch.wire.client import _ERROR_KINDS
-from anabranch.wire.messages import Request
+from anabranch.wire.messages import kind_of
 from simulated.world import Process, SimFuture, World
 
 if TYPE_CHECKING:
     from simulated.workers import WorkerProcess
+
+A = TypeVar("A")
 
 #: Beyond this many lost or repeated messages the network behaves, so that every history ends.
 FAULTS_MAX = 25
@@ -60,10 +63,12 @@ class Network:
                 self.world.at(rng.uniform(0.001, 0.3), deliver, *arguments)
         self.world.at(self.latency_s(), deliver, *arguments)
 
-    def ask(self, address: str, request: Request, tables: Mapping[str, pa.Table], answer: SimFuture, how: str) -> None:
+    def ask(
+        self, address: str, request: Request[Any], tables: Mapping[str, pa.Table], answer: SimFuture, how: str
+    ) -> None:
         self.send(self._deliver, address, request, tables, answer, how)
 
-    def _deliver(self, address: str, request: Request, tables: Any, answer: SimFuture, how: str) -> None:
+    def _deliver(self, address: str, request: Request[Any], tables: Any, answer: SimFuture, how: str) -> None:
         worker = self.workers.get(address)
         if worker is None or not worker.process.alive:
             lost = LostWorkerError(f"The state worker at {address} cannot be reached.")
@@ -74,13 +79,15 @@ class Network:
                 wait_s = worker.silent_until - self.world.now
                 self.world.at(wait_s, self._deliver, address, request, tables, answer, how)
         else:
-            worker.process.start(partial(self._handle, worker, request, tables, answer, how), name=request.kind())
+            worker.process.start(
+                partial(self._handle, worker, request, tables, answer, how), name=kind_of(type(request))
+            )
 
-    def _handle(self, worker: WorkerProcess, request: Request, tables: Any, answer: SimFuture, how: str) -> None:
+    def _handle(self, worker: WorkerProcess, request: Request[Any], tables: Any, answer: SimFuture, how: str) -> None:
         try:
             result = worker.answer(request, tables) if how == "call" else worker.stream(request)
         except AnabranchError as error:
-            self.world.seen[f"{type(error).__name__} on {request.kind()}"] += 1
+            self.world.seen[f"{type(error).__name__} on {kind_of(type(request))}"] += 1
             self.send(answer.fail, _travelled(error))
         else:
             self.send(answer.succeed, result)
@@ -95,13 +102,15 @@ class SimClient:
         self.address = address
         self._timeout_s = timeout_s
 
-    def call(
-        self, request: Request, tables: Mapping[str, pa.Table] | None = None, *, timeout_s: float | None = None
-    ) -> tuple[dict[str, Any], dict[str, pa.Table]]:
-        answer: tuple[dict[str, Any], dict[str, pa.Table]] = self._ask(request, tables or {}, timeout_s, "call")
+    def call(self, request: Request[A], *, timeout_s: float | None = None) -> A:
+        answer: A = self._ask(request, {}, timeout_s, "call")[0]
         return answer
 
-    def stream(self, request: Request) -> Iterator[pa.RecordBatch]:
+    def exchange(self, request: Exchange, tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
+        answer: dict[str, pa.Table] = self._ask(request, tables, None, "call")[1]
+        return answer
+
+    def stream(self, request: RowRequest) -> Iterator[pa.RecordBatch]:
         batches = self._ask(request, {}, None, "stream")
         for batch in batches:
             for start in range(0, batch.num_rows, PIECE_ROWS):
@@ -111,19 +120,19 @@ class SimClient:
 
     def close(self) -> None: ...
 
-    def _ask(self, request: Request, tables: Mapping[str, pa.Table], timeout_s: float | None, how: str) -> Any:
+    def _ask(self, request: Request[Any], tables: Mapping[str, pa.Table], timeout_s: float | None, how: str) -> Any:
         self._check_reached(request)
         answer = SimFuture(self._process)
         self.network.ask(self.address, request, tables, answer, how)
         try:
             return answer.result(self._timeout_s if timeout_s is None else timeout_s)
         except TimeoutError:
-            message = f"The state worker at {self.address} did not answer {request.kind()!r}."
+            message = f"The state worker at {self.address} did not answer {kind_of(type(request))!r}."
             raise LostWorkerError(message) from None
 
-    def _check_reached(self, request: Request) -> None:
+    def _check_reached(self, request: Request[Any]) -> None:
         """Requests from worker to worker break on their own as well."""
-        if request.kind().startswith("fetch") and self.network.peer_breaks():
+        if kind_of(type(request)).startswith("fetch") and self.network.peer_breaks():
             self.network.world.seen["a request to a former owner breaks"] += 1
             raise LostWorkerError(f"The state worker at {self.address} cannot be reached.")
 

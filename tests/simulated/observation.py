@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from anabranch.control.epochs import maintenance
-from anabranch.core import epoch_events, requests
+from anabranch.core import epoch_events, requests, transactions
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, FencedError, WorkerError
 from anabranch.core.keygroups import key_groups_of
@@ -84,7 +84,7 @@ def _breaking(seen: Seen, what: str) -> Callable[..., Any]:
 
 def _driver_decides(seen: Seen) -> Callable[..., Any]:
     def observe(known: Callable[..., Any]) -> Callable[..., Any]:
-        def observed(machine: EpochMachine, event: epoch_events.Event) -> Any:
+        def observed(machine: EpochMachine, event: epoch_events.EpochEvent) -> Any:
             instructions = known(machine, event)
             for instruction in instructions:
                 seen[type(instruction).__name__] += 1
@@ -101,15 +101,15 @@ def _driver_decides(seen: Seen) -> Callable[..., Any]:
 
 def _worker_decides(seen: Seen) -> Callable[..., Any]:
     def observe(known: Callable[..., Any]) -> Callable[..., Any]:
-        def observed(machine: TransactionMachine, request: requests.Request) -> Any:
+        def observed(machine: TransactionMachine, request: requests.JobRequest[Any]) -> Any:
             instructions = known(machine, request)
             for instruction in instructions:
                 seen[type(instruction).__name__] += 1
-                if isinstance(instruction, requests.Refuse):
+                if isinstance(instruction, transactions.Refuse):
                     seen[f"Refuse {instruction.reason}"] += 1
-                elif isinstance(instruction, requests.AddLayer) and isinstance(request, requests.Open):
+                elif isinstance(instruction, transactions.AddLayer) and isinstance(request, requests.OpenJob):
                     seen["caught up with a lost commit"] += 1
-                elif isinstance(instruction, requests.DropLayersAfter) and isinstance(request, requests.Begin):
+                elif isinstance(instruction, transactions.DropLayersAfter) and isinstance(request, requests.Begin):
                     seen["rolled back to run an epoch again"] += 1
             return instructions
 

@@ -1,13 +1,13 @@
 """What is shorter or smaller in a simulation than in production, so that thousands of histories take minutes.
 
 Waits fit simulated time, drains take small steps, and what costs most is replaced by something that does the same:
-descriptions of stages travel as they are, files are not looked through for older columns, and state is kept in
+files are not looked through for older columns, and state is kept in
 dictionaries (``simulated.state``), unless a history wants that of production.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -16,12 +16,9 @@ import pyarrow as pa
 
 from anabranch.checkpoint import datafiles, paths
 from anabranch.control.epochs import maintenance
-from anabranch.control.membership import assignment as assigning
 from anabranch.core.schemas import Layout, StageSpec
-from anabranch.wire import frames, routed
-from anabranch.wire.messages import Request
+from anabranch.wire import frames
 from anabranch.worker import compaction
-from anabranch.worker.server import job
 from anabranch.worker.state import job_state as jobstate
 from anabranch.worker.stores import Store
 from anabranch.worker.stores.options import StoreOptions
@@ -58,28 +55,6 @@ class SimStores(StoreOptions):
 _DICTIONARIES: Any = object()
 
 
-class _Described(dict[str, Any]):
-    """A stage as JSON, and the stage."""
-
-    spec: StageSpec
-
-
-_described: dict[int, tuple[StageSpec, _Described]] = {}
-
-
-def _to_json(spec: StageSpec) -> dict[str, Any]:
-    known = _described.get(id(spec))
-    if known is None or known[0] is not spec:
-        document = _Described(TO_JSON(spec))
-        document.spec = spec
-        known = _described[id(spec)] = spec, document
-    return known[1]
-
-
-def _from_json(document: Any) -> StageSpec:
-    return document.spec if isinstance(document, _Described) else FROM_JSON(document)
-
-
 def _to_layout(table: pa.Table, target: pa.Schema, _path: str, **_about: Any) -> pa.Table:
     return pa.table(table.columns, schema=target)
 
@@ -93,9 +68,6 @@ def _fields_of(value: Any) -> dict[str, Any]:
     return dict(vars(value))
 
 
-KIND: Callable[[type[Request]], str] = vars(Request)["kind"].__func__
-TO_JSON: Callable[[StageSpec], dict[str, Any]] = StageSpec.to_json
-FROM_JSON: Callable[[Any], StageSpec] = StageSpec.from_json
 VARIABLE_STATE = jobstate.VariableState
 
 _SMALL: tuple[Place, ...] = (
@@ -105,14 +77,8 @@ _SMALL: tuple[Place, ...] = (
     (drain, "_NO_EPOCH_S", 0.1),
     (drain, "_EPOCH_MAX_S", 1.0),
     (maintenance, "_PAUSE_S", 0.1),
-    (StageSpec, "to_json", _to_json),
-    (StageSpec, "from_json", staticmethod(_from_json)),
-    (Request, "kind", classmethod(cache(lambda kind: KIND(kind)))),
     (paths, "safe_name", cache(paths.safe_name)),
-    (assigning, "asdict", _fields_of),
-    (job, "asdict", _fields_of),
     (ownership, "asdict", _fields_of),
-    (routed, "asdict", _fields_of),
     (datafiles, "to_layout", _to_layout),
 )
 _DICTIONARY_STATE: tuple[Place, ...] = (

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from anabranch.core.errors import AnabranchError, EpochError
+from anabranch.core.requests import Expiry
 from anabranch.core.schemas import INDEX, Op, StageSpec
 from anabranch.engine.tasks import TaskEpoch
-from anabranch.wire.routed import Answers, Expiry, RoutedState, Routing, StageAccess
+from anabranch.wire.routed import Answers, RoutedState, Routing, StageAccess
 from simulated.job import (
     COUNT,
     NOTHING,

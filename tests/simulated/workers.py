@@ -9,8 +9,8 @@ import pyarrow as pa
 from anabranch.control.membership.members import Member
 from anabranch.core.errors import AnabranchError, WorkerError
 from anabranch.core.ids import WorkerId
+from anabranch.core.requests import Request
 from anabranch.wire.credentials import Credentials
-from anabranch.wire.messages import Request
 from anabranch.worker.parts import WorkerParts
 from anabranch.worker.server.jobs import WorkerJobs
 from anabranch.worker.stores.options import StoreOptions
@@ -78,7 +78,7 @@ class WorkerProcess:
     def is_reachable(self) -> bool:
         return self.process.alive and self.silent_until <= self._application.world.now
 
-    def answer(self, request: Request, tables: dict[str, pa.Table]) -> Any:
+    def answer(self, request: Request[Any], tables: dict[str, pa.Table]) -> Any:
         """As the service does: an error that nobody expects is one of the worker's."""
         try:
             header, parts = self.jobs.answer(request, tables)
@@ -91,7 +91,7 @@ class WorkerProcess:
             raise WorkerError(f"The worker {self.name} failed: {error}") from None
         return header, {name: pa.concat_tables(each) for name, each in found.items()}
 
-    def stream(self, request: Request) -> list[pa.RecordBatch]:
+    def stream(self, request: Request[Any]) -> list[pa.RecordBatch]:
         _, batches = self.jobs.stream(request)
         return list(batches)
 

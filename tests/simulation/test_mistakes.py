@@ -6,20 +6,21 @@ Their own checks are silenced: what is asked is whether the result shows the mis
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from anabranch.control.membership import change as changing
-from anabranch.core import epoch_events, requests
+from anabranch.core import epoch_events, requests, transactions
 from anabranch.core.epochs import EpochMachine, Step, choose_attempts
 from anabranch.core.ids import WorkerId
 from anabranch.core.transactions import TransactionMachine
 from anabranch.engine.runner import EpochInput, EpochRunner
-from anabranch.worker.server.deferred_changes import DeferredChanges
 from anabranch.worker.server.job import WorkerJob
+from anabranch.worker.server.staging import DeferredChanges
 from simulated.families import (
     draw_broken,
     draw_losses,
@@ -42,19 +43,21 @@ pytestmark = pytest.mark.timeout(1200)
 # -- the worker's machine
 
 
-def keeps_staged_changes(machine: TransactionMachine) -> list[requests.Instruction]:
+def keeps_staged_changes(machine: TransactionMachine) -> list[transactions.WorkerInstruction]:
     """An epoch that is run again finds what its earlier run has staged."""
     machine.running, machine.prepared = None, None
     return []
 
 
-def seals_at_once(machine: TransactionMachine, request: requests.Stage) -> list[requests.Instruction]:
+def seals_at_once(machine: TransactionMachine, request: requests.Write) -> list[transactions.WorkerInstruction]:
     """Changes that come in several pieces count when the first one is there."""
-    return STAGE(machine, replace(request, sealed=True))
+    return STAGE(machine, structs.replace(request, last=True))
 
 
-def keeps_state_that_is_behind(machine: TransactionMachine, request: requests.Request) -> list[requests.Instruction]:
-    return [each for each in HANDLE(machine, request) if not isinstance(each, requests.ResetState)]
+def keeps_state_that_is_behind(
+    machine: TransactionMachine, request: requests.JobRequest[Any]
+) -> list[transactions.WorkerInstruction]:
+    return [each for each in HANDLE(machine, request) if not isinstance(each, transactions.ResetState)]
 
 
 def never_breaks_down(_machine: TransactionMachine) -> None:
@@ -80,7 +83,7 @@ def test_a_worker_with_a_mistake_is_found(
 # -- the driver's machine, and what carries out its decisions
 
 
-def prepares_what_is_there(machine: EpochMachine) -> list[epoch_events.Instruction]:
+def prepares_what_is_there(machine: EpochMachine) -> list[epoch_events.EpochInstruction]:
     """Does not wait until every task has a complete attempt."""
     machine.step = Step.RUNNING
     chosen = choose_attempts(machine.owners, machine.seals)
@@ -90,8 +93,8 @@ def prepares_what_is_there(machine: EpochMachine) -> list[epoch_events.Instructi
 
 
 def writes_the_manifest_early(
-    machine: EpochMachine, worker: WorkerId, then: Callable[[], list[epoch_events.Instruction]]
-) -> list[epoch_events.Instruction]:
+    machine: EpochMachine, worker: WorkerId, then: Callable[[], list[epoch_events.EpochInstruction]]
+) -> list[epoch_events.EpochInstruction]:
     """Does not wait until every worker has prepared."""
     if machine.step is Step.PREPARING:
         machine.waiting.clear()
@@ -129,7 +132,7 @@ def forgets_at_once(deferred: DeferredChanges, _durable: int) -> None:
     deferred.clear()
 
 
-def writes_what_is_there(job: WorkerJob, _wanted: Collection[Sequence[int]]) -> list[list[Any]]:
+def writes_what_is_there(job: WorkerJob, _wanted: Collection[Any]) -> list[Any]:
     """Does not miss an epoch that never became part of the state here."""
     return [file for deferred in job._deferred._epochs for file in job._write_files(*deferred)]
 

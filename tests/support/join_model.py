@@ -11,12 +11,13 @@ import pyarrow as pa
 
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
+from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, StageSpec, VariableKind, VariableSpec
 from anabranch.engine.tasks import TaskEpoch
 from anabranch.operators.join.predicate import LEFT, RIGHT, Call, Operand, Place
 from anabranch.operators.join.sides import VARIABLES, Eviction, JoinType, RowTime, Side
 from anabranch.operators.join.task import JoinTask
-from anabranch.wire.routed import Answers, Expiry
+from anabranch.wire.routed import Answers
 from anabranch.worker.state.rows import VariableCodec
 from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores.memory import MemoryStore

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 
 from anabranch.checkpoint.datafiles import write_changes
-from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import LostWorkerError
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, Layout, Op, VariableKind, VariableSpec
+from anabranch.core.state_files import ChangeFile
 from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.transfer.checkpoint_transfer import MakeOrigin
 from anabranch.worker.transfer.peer_transfer import PeerTransfer

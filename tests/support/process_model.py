@@ -12,9 +12,10 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor, TimerVal
 from pyspark.sql.types import StructType
 
 from anabranch.core.ids import StageNumber
+from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, OP, Op, StageSpec, VariableKind
 from anabranch.operators.process import FrameSettings, Program, TimeMode, declare_state, run_frames, run_rows
-from anabranch.wire.routed import Answers, Expiry
+from anabranch.wire.routed import Answers
 
 Key = tuple[Any, ...]
 

@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from msgspec.structs import replace
 
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.membership.members import Member
 from anabranch.control.membership.rescale import Rescale
 from anabranch.control.owned_checkpoint import claim
 from anabranch.control.resume import resume
+from anabranch.core import requests
+from anabranch.core.answers import Flushed
 from anabranch.core.errors import WorkerError
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.core.settings import Settings
-from anabranch.wire import messages
 from support.worker_stand_in import NoSupply, StandIn, Supply, membership
 
 VARIABLE = VariableSpec("v", VariableKind.VALUE, pa.schema([("n", pa.int64())]))
@@ -44,7 +46,7 @@ def making(folder: Path) -> Iterator[Make]:
 
     yield make
     for coordinator in made:
-        coordinator.cluster._watch.stop()
+        coordinator.cluster._heartbeat.stop()
 
 
 class LoadedStandIn(StandIn):
@@ -54,13 +56,13 @@ class LoadedStandIn(StandIn):
         super().__init__(name)
         self.load = load or {}
 
-    def call(self, request: messages.Request, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        answer, tables = super().call(request, timeout_s)
-        if isinstance(request, messages.Describe):
-            answer = {**answer, "load": [[group, keys] for group, keys in self.load.items()]}
-        if isinstance(request, messages.Flush):
-            answer = {"files": []}
-        return answer, tables
+    def call(self, request: requests.Request[Any], timeout_s: float | None = None) -> Any:
+        answer = super().call(request, timeout_s)
+        if isinstance(request, requests.Describe):
+            answer = replace(answer, load=tuple(self.load.items()))
+        if isinstance(request, requests.Flush):
+            answer = Flushed(files=())
+        return answer
 
 
 class SlowSupply(Supply):
@@ -108,13 +110,13 @@ def wait_until_started(coordinator: Coordinator) -> None:
     wait_until(lambda: not coordinator.cluster.starting)
 
 
-def assigns(worker: StandIn) -> list[messages.Assign]:
-    return [request for request in worker.requests if isinstance(request, messages.Assign)]
+def assigns(worker: StandIn) -> list[requests.Assign]:
+    return [request for request in worker.requests if isinstance(request, requests.Assign)]
 
 
 def groups_of(worker: StandIn) -> list[int]:
-    return assigns(worker)[-1].groups
+    return list(assigns(worker)[-1].groups)
 
 
 def releases(worker: StandIn) -> list[int]:
-    return [request.number for request in worker.requests if isinstance(request, messages.Release)]
+    return [request.number for request in worker.requests if isinstance(request, requests.Release)]

@@ -10,14 +10,29 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pytest
 from pyarrow import flight
 
+from anabranch.core import requests
+from anabranch.core.answers import Assigned, HeldState, TransferProgress
 from anabranch.core.errors import AnabranchError
-from anabranch.core.ids import WorkerId
+from anabranch.core.ids import (
+    NO_EPOCH,
+    Attempt,
+    Epoch,
+    Generation,
+    Partition,
+    Run,
+    RunId,
+    StageAttempt,
+    StageNumber,
+    WorkerId,
+)
+from anabranch.core.requests import PeerOffer
+from anabranch.core.state_files import ChangeFile
 from anabranch.wire import messages
 from anabranch.wire.client import WorkerClient, connections
 from anabranch.wire.credentials import Credentials
@@ -38,8 +53,14 @@ from support.keyed_state import (
     keys_table,
 )
 
+A = TypeVar("A")
+
 JOB = "0123456789abcdef0123456789abcdef"
 CREDENTIALS = Credentials("secret")
+
+
+def attempt_of(partition: int) -> StageAttempt:
+    return StageAttempt(StageNumber(STAGE), Partition(partition), Attempt(0))
 
 
 class Service(StateService):
@@ -98,8 +119,8 @@ class Worker:
         assert self.service is not None
         return self.service
 
-    def ask(self, request: messages.Request, tables: Any = None) -> dict[str, Any]:
-        return self.client.call(request, tables)[0]
+    def ask(self, request: requests.Request[A]) -> A:
+        return self.client.call(request)
 
 
 @dataclass
@@ -113,10 +134,10 @@ class Driver:
     owners: tuple[str, ...] = ()
     model: dict[str, Entries] = field(default_factory=dict)
     #: Change files of all epochs.
-    files: list[dict[str, Any]] = field(default_factory=list)
-    epoch: int = -1
+    files: list[ChangeFile] = field(default_factory=list)
+    epoch: Epoch = NO_EPOCH
     #: The generation and run that committed it.
-    committed_by: list[int] = field(default_factory=list)
+    committed_by: RunId | None = None
     run: int = -1
     number: int = 0
     peer_timeout_ms: int = 10_000
@@ -149,18 +170,18 @@ class Driver:
 
     def open(self, worker: Worker) -> None:
         worker.ask(
-            messages.OpenJob(
+            requests.OpenJob(
                 **self.job,
                 key_groups=KEY_GROUPS,
                 committed_epoch=self.epoch,
                 committed_by=self.committed_by,
-                stages=[SPEC.to_json()],
+                stages=(SPEC,),
                 checkpoint=self.checkpoint,
                 heartbeat_ms=self.heartbeat_ms,
             )
         )
 
-    def assign(self, worker: Worker, before: tuple[str, ...] | None, **other: Any) -> dict[str, Any]:
+    def assign(self, worker: Worker, before: tuple[str, ...] | None, **other: Any) -> Assigned:
         offers: dict[str, list[int]] = {}
         for group in self.groups_of(worker.name):
             former = self.workers.get(before[group]) if before else None
@@ -168,13 +189,13 @@ class Driver:
                 offers.setdefault(former.address, []).append(group)
         numbers = {**self.job, "epoch": self.epoch, "number": self.number, **other}
         return worker.ask(
-            messages.Assign(
+            requests.Assign(
                 **numbers,
-                groups=self.groups_of(worker.name),
-                snapshot=[],
-                changes=self.files,
+                groups=tuple(self.groups_of(worker.name)),
+                snapshot=(),
+                changes=tuple(self.files),
                 freeze=before is not None,
-                peers=[{"address": address, "groups": groups} for address, groups in offers.items()],
+                peers=tuple(PeerOffer(address=each, groups=tuple(groups)) for each, groups in offers.items()),
                 peer_timeout_ms=self.peer_timeout_ms,
                 drain=self.drain,
             )
@@ -185,7 +206,7 @@ class Driver:
 
     def release(self) -> None:
         for worker in self.workers.values():
-            worker.ask(messages.Release(**self.job, number=self.number))
+            worker.ask(requests.Release(**self.job, number=self.number))
 
     # --------------------------------------------------------------------------------------------- epochs
 
@@ -201,7 +222,7 @@ class Driver:
         """An epoch begins. Nothing is brought in the background, unless it is told."""
         self.run += 1
         for worker in self.owning:
-            worker.ask(messages.Begin(**self.numbers, routing={}, drain_rows=drain_rows))
+            worker.ask(requests.Begin(**self.numbers, drain_rows=drain_rows))
 
     def read(self, keys: Collection[str], **other: Any) -> dict[str, Entries]:
         """The state of these keys, from their owners."""
@@ -209,8 +230,8 @@ class Driver:
         for worker in self.owning:
             mine = [key for key in keys if self.owners[group_of(key)] == worker.name]
             if mine:
-                request = messages.Read(**self.numbers, stage=STAGE, groups=[], **other)
-                _, tables = worker.client.call(request, {messages.KEYS: keys_table(mine)})
+                request = requests.Read(**self.numbers, stage=STAGE, groups=(), **other)
+                tables = worker.client.exchange(request, {messages.KEYS: keys_table(mine)})
                 found |= from_answers(mine, tables)
         return found
 
@@ -222,21 +243,21 @@ class Driver:
         self.staged = dict(changes)
 
     def write_to(self, worker: Worker, changes: Mapping[str, Entries | None], partition: int = 0) -> None:
-        request = messages.Write(**self.numbers, stage=STAGE, partition=partition, attempt=0, chunk=0, last=True)
-        worker.ask(request, changes_to(changes))
+        request = requests.Write(**self.numbers, stage=STAGE, partition=partition, attempt=0, chunk=0, last=True)
+        worker.client.exchange(request, changes_to(changes))
 
     def commit(self) -> None:
         """What is staged becomes durable, and part of the state."""
         owning, files = self.owning, []
         for partition, worker in enumerate(owning):
-            assert worker.ask(messages.Seals(**self.numbers))["attempts"] == [[STAGE, partition, 0]]
-            answer = worker.ask(messages.Prepare(**self.numbers, chosen=[[STAGE, partition, 0]]))
-            files += [file for _, file in answer["files"]]
+            assert worker.ask(requests.ReportSeals(**self.numbers)).attempts == {attempt_of(partition)}
+            answer = worker.ask(requests.Prepare(**self.numbers, chosen=frozenset({attempt_of(partition)})))
+            files += [file for _, file in answer.files]
         for worker in owning:
-            worker.ask(messages.Commit(**self.numbers))
+            worker.ask(requests.Commit(**self.numbers))
         self.files += files
-        self.epoch += 1
-        self.committed_by = [self.generation, self.run]
+        self.epoch = Epoch(self.epoch + 1)
+        self.committed_by = RunId(Generation(self.generation), Run(self.run))
         for key, value in self.staged.items():
             self.model.pop(key, None)
             if value is not None:
@@ -270,23 +291,23 @@ class Driver:
 
     # ----------------------------------------------------------------------------------------- questions
 
-    def progress(self, worker: str) -> dict[str, Any]:
-        return self.workers[worker].ask(messages.Progress(**self.job))
+    def progress(self, worker: str) -> TransferProgress:
+        return self.workers[worker].ask(requests.ReportProgress(**self.job))
 
-    def describe(self, worker: str) -> dict[str, Any]:
-        return self.workers[worker].ask(messages.Describe(**self.job))
+    def describe(self, worker: str) -> HeldState:
+        return self.workers[worker].ask(requests.Describe(**self.job))
 
     def rows(self, worker: str) -> int:
-        return sum(int(variable["rows"]) for variable in self.describe(worker)["variables"])
+        return sum(variable.rows for variable in self.describe(worker).variables)
 
     def wait_until_all_has_arrived(self, *workers: str) -> None:
-        wait_until(lambda: not any(self.progress(name)["pendingGroups"] for name in workers or self.workers))
+        wait_until(lambda: not any(self.progress(name).pending_groups for name in workers or self.workers))
 
     def scan(self, worker: str) -> dict[str, Entries]:
         """All that a worker says is its own."""
         tables = {}
         for name in SPEC.layouts:
-            request = messages.Scan(**self.job, epoch=self.epoch, stage=STAGE, variable=name)
+            request = requests.Scan(**self.job, epoch=self.epoch, stage=STAGE, variable=name)
             batches = list(self.workers[worker].client.stream(request))
             tables[name] = pa.Table.from_batches(batches, schema=SPEC.layouts[name].rows)
         return from_answers([], tables)
@@ -301,12 +322,14 @@ class Driver:
         return found
 
     def fetch_keys(self, worker: str, keys: Collection[str], *, as_of: int, variable: str = "total") -> pa.Table:
-        request = messages.FetchKeys(**self.job, as_of=as_of, stage=STAGE, variable=variable)
-        _, tables = self.workers[worker].client.call(request, {messages.KEYS: keys_table(keys)})
+        request = requests.FetchKeys(**self.job, as_of=as_of, stage=STAGE, variable=variable)
+        tables = self.workers[worker].client.exchange(request, {messages.KEYS: keys_table(keys)})
         return tables["entries"]
 
     def fetch_groups(self, worker: str, groups: Collection[int], *, as_of: int) -> list[str]:
-        request = messages.FetchGroups(**self.job, as_of=as_of, stage=STAGE, variable="total", groups=sorted(groups))
+        request = requests.FetchGroups(
+            **self.job, as_of=as_of, stage=STAGE, variable="total", groups=tuple(sorted(groups))
+        )
         return [key for batch in self.workers[worker].client.stream(request) for key in batch.column("k").to_pylist()]
 
     def close(self) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pyarrow as pa
 
 from anabranch.core.eventtime import EventTime
+from anabranch.core.requests import Expiry
 from anabranch.core.schemas import OP, Op, StageSpec
 from anabranch.engine.tasks import TaskEpoch
-from anabranch.wire.routed import Answers, Expiry
+from anabranch.wire.routed import Answers
 
 Row = tuple[Any, ...]
 Task = Callable[..., Iterable[pa.RecordBatch]]

@@ -8,9 +8,11 @@ from typing import Any
 import pyarrow as pa
 
 from anabranch.control.membership.members import Member, Membership
+from anabranch.core import answers, requests
 from anabranch.core.errors import LostWorkerError
-from anabranch.core.ids import WorkerId
-from anabranch.wire import messages
+from anabranch.core.ids import Attempt, JobId, Partition, StageAttempt, StageNumber, WorkerId
+from anabranch.core.state_files import ChangeFile
+from anabranch.wire.messages import kind_of
 
 
 class StandIn:
@@ -20,13 +22,13 @@ class StandIn:
         self.name = name
         self.address = f"{name}:1"
         self.sealed = sealed or []
-        self.requests: list[messages.Request] = []
+        self.requests: list[requests.Request[Any]] = []
         #: How long it may take to answer, as it was told with the last request of each kind; None: the client's limit.
         self.timeouts_s: dict[str, float | None] = {}
         #: What to raise, by the kind of request; taken out when it was raised.
         self.failures: dict[str, Exception] = {}
         self.rows: list[pa.RecordBatch] = []
-        self.jobs: set[str] = set()
+        self.jobs: set[JobId] = set()
         self.closed = False
         self.gone = False
         #: Key groups that it says are still on their way to it.
@@ -34,50 +36,45 @@ class StandIn:
         #: The number of the assignment that it was given last.
         self.assignment = 0
 
-    def call(self, request: messages.Request, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        self.timeouts_s[request.kind()] = timeout_s
-        if not isinstance(request, messages.Health):  # those of the heartbeat come at any time
+    def call(self, request: requests.Request[Any], timeout_s: float | None = None) -> Any:
+        kind = kind_of(type(request))
+        self.timeouts_s[kind] = timeout_s
+        if not isinstance(request, requests.Health):  # those of the heartbeat come at any time
             self.requests.append(request)
-        if request.kind() in self.failures:
-            raise self.failures.pop(request.kind())
+        if kind in self.failures:
+            raise self.failures.pop(kind)
         if self.gone:
             raise LostWorkerError(f"{self.address} cannot be reached.")
         match request:
-            case messages.Health():
-                return {"worker": self.name, "pid": 7, "store": "memory", "jobs": sorted(self.jobs)}, {}
-            case messages.OpenJob():
+            case requests.Health():
+                return answers.WorkerHealth(
+                    worker=WorkerId(self.name), pid=7, store="memory", jobs=frozenset(self.jobs)
+                )
+            case requests.OpenJob():
                 self.jobs.add(request.job)
-                return {"worker": self.name, "groups": []}, {}
-            case messages.Seals():
-                return {"attempts": self.sealed}, {}
-            case messages.Prepare():
-                return {
-                    "files": [[request.epoch, self.file(request)]] if request.chosen else [],
-                    "rows": 3,
-                    "variables": [[1, "v", 2, 1]],
-                }, {}
-            case messages.Describe():
-                variables = [{"stage": 1, "variable": "v", "rows": 2, "bytes": 30}]
-                return {**self.progress(), "load": [], "variables": variables}, {}
-            case messages.Assign():
+                return answers.Opened(groups=())
+            case requests.ReportSeals():
+                return answers.SealedAttempts(attempts=frozenset(_attempt(*each) for each in self.sealed))
+            case requests.Prepare():
+                changes = answers.VariableChanges(stage=StageNumber(1), variable="v", put=2, removed=1)
+                files = ((request.epoch, self.file(request)),) if request.chosen else ()
+                return answers.Prepared(files=files, rows=3, variables=(changes,))
+            case requests.Describe():
+                held = answers.HeldVariable(stage=StageNumber(1), variable="v", rows=2, bytes=30)
+                return answers.HeldState(progress=self.progress(), load=(), variables=(held,))
+            case requests.Assign():
                 self.assignment = request.number
-                return self.progress(), {}
-            case messages.Commit() | messages.Progress() | messages.Complete():
-                return self.progress(), {}
-        return {}, {}
+                return answers.Assigned(adopted=0, dropped=0, progress=self.progress())
+            case requests.HandOver():
+                return answers.HandedOver(offers=())
+            case requests.Commit() | requests.ReportProgress() | requests.Complete():
+                return self.progress()
+        return answers.Done()
 
-    def progress(self) -> dict[str, int]:
-        return {
-            "assignment": self.assignment,
-            "pendingGroups": self.pending_groups,
-            "frozenGroups": 0,
-            "fetched_rows": 0,
-            "fetched_bytes": 0,
-            "drained_rows": 0,
-            "drained_bytes": 0,
-        }
+    def progress(self) -> answers.TransferProgress:
+        return answers.TransferProgress(assignment=self.assignment, pending_groups=self.pending_groups, frozen_groups=0)
 
-    def stream(self, request: messages.Scan) -> Iterator[pa.RecordBatch]:
+    def stream(self, request: requests.Scan) -> Iterator[pa.RecordBatch]:
         self.requests.append(request)
         if "scan" in self.failures:
             raise self.failures.pop("scan")
@@ -86,20 +83,16 @@ class StandIn:
     def close(self) -> None:
         self.closed = True
 
-    def file(self, request: messages.Prepare) -> dict[str, Any]:
+    def file(self, request: requests.Prepare) -> ChangeFile:
         path = f"anabranch/changes/{self.name}-{request.epoch}.parquet"
-        return {
-            "stage": 1,
-            "variable": "v",
-            "worker": self.name,
-            "path": path,
-            "rows": 3,
-            "bytes": 100,
-            "checksum": "x",
-        }
+        return ChangeFile(StageNumber(1), "v", WorkerId(self.name), path, rows=3, bytes=100, checksum="x")
 
     def kinds(self) -> list[str]:
-        return [request.kind() for request in self.requests]
+        return [kind_of(type(request)) for request in self.requests]
+
+
+def _attempt(stage: int, partition: int, attempt: int) -> StageAttempt:
+    return StageAttempt(StageNumber(stage), Partition(partition), Attempt(attempt))
 
 
 def membership(*workers: StandIn) -> Membership:

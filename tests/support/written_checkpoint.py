@@ -10,13 +10,13 @@ import pyarrow as pa
 from anabranch.checkpoint.datafiles import write_changes
 from anabranch.checkpoint.documents import FORMAT_VERSION
 from anabranch.checkpoint.job import JobDescription, create_or_check
-from anabranch.checkpoint.manifests import ChangeFile, Manifest, write_manifest
+from anabranch.checkpoint.manifests import Manifest, write_manifest
 from anabranch.checkpoint.paths import change_file
 from anabranch.checkpoint.storage import Storage
-from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion, WorkerId
+from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion, Run, WorkerId
 from anabranch.core.keygroups import key_groups_of
-from anabranch.core.requests import Run
 from anabranch.core.schemas import HASH, Layout, Op, StageSpec
+from anabranch.core.state_files import ChangeFile
 
 WORKERS = ("w1", "w2")
 #: (op, key, sub-key, value): the sub-key is None, a position or a map key.

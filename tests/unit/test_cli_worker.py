@@ -6,15 +6,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
+from anabranch.core.answers import WorkerHealth
 from anabranch.core.errors import WorkerError
+from anabranch.core.requests import Health
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.credentials import Credentials
 from anabranch.wire.keyring import user_token
-from anabranch.wire.messages import Health
 
 
 @contextmanager
@@ -33,10 +33,10 @@ def running(*arguments: str, **environment: str) -> Iterator[tuple[str, list[str
         said.append(process.communicate(timeout=60)[1])
 
 
-def ask(address: str, token: str) -> dict[str, Any]:
+def ask(address: str, token: str) -> WorkerHealth:
     client = WorkerClient(address, timeout_s=20, credentials=Credentials(token))
     try:
-        return client.call(Health())[0]
+        return client.call(Health())
     finally:
         client.close()
 
@@ -54,7 +54,7 @@ def _no_token_around(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_worker_that_is_given_no_token_has_that_of_its_user() -> None:
     with running("--id", "w") as (address, said):
-        assert ask(address, user_token())["worker"] == "w"
+        assert ask(address, user_token()).worker == "w"
         refuses(address, "", "guess")
     assert said == [""]
 

@@ -56,7 +56,7 @@ class QueryControl:
             for worker in self._query.workers()
         ]
         departing = [_brief(member, "draining") for member in cluster.departing]
-        return [*serving, *departing, *(_brief(member, "joining") for member in cluster.recruits)]
+        return [*serving, *departing, *(_brief(member, "joining") for member in cluster.pending_workers)]
 
     def route(self) -> dict[str, Any]:
         route = self._query.coordinator.route
@@ -91,7 +91,7 @@ class QueryControl:
             start_timeout_s=settings.worker_timeout_s,
             credentials=Credentials.of(settings),
         ).all[0]
-        for member in [*cluster.members.all, *cluster.recruits]:
+        for member in [*cluster.members.all, *cluster.pending_workers]:
             if (member.worker, member.address) == (found.worker, address):
                 found.client.close()
                 return {"id": member.worker, "address": address}

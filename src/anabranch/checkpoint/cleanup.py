@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from anabranch.checkpoint import paths
-from anabranch.checkpoint.manifests import ChangeFile, Manifest, SnapshotFile
+from anabranch.checkpoint.manifests import Manifest
 from anabranch.checkpoint.statefiles import Documents, StateFiles
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import NO_EPOCH, Epoch, Generation
+from anabranch.core.state_files import ChangeFile, SnapshotFile
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ import pyarrow.parquet as pq
 from anabranch.checkpoint import paths
 from anabranch.checkpoint.documents import Checksum, checksum_of
 from anabranch.checkpoint.evolution import to_layout
-from anabranch.checkpoint.manifests import ChangeFile, SnapshotFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.gather import PART_BYTES, gathered, gathered_in_parts
 from anabranch.core.ids import Epoch
 from anabranch.core.keygroups import MAX_KEY_GROUPS, key_groups_of
 from anabranch.core.schemas import GROUP, HASH, Layout, StageSpec, VariableKind
+from anabranch.core.state_files import ChangeFile, SnapshotFile
 
 DataFile = ChangeFile | SnapshotFile
 

@@ -17,39 +17,9 @@ from anabranch.checkpoint import documents, paths
 from anabranch.checkpoint.generations import check_generation
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import Epoch, Generation, RouteVersion, StageNumber, WorkerId
-from anabranch.core.requests import Run, RunId
+from anabranch.core.ids import Epoch, Generation, RouteVersion, Run, RunId
 from anabranch.core.routes import Route
-
-
-@dataclass(frozen=True)
-class ChangeFile:
-    """One worker's changes to one state variable in one epoch."""
-
-    stage: StageNumber
-    variable: str
-    worker: WorkerId
-    #: Relative to the checkpoint.
-    path: str
-    rows: int
-    bytes: int
-    checksum: str
-
-
-@dataclass(frozen=True)
-class SnapshotFile:
-    """Rows of one state variable: all of the key groups in a range, or, of a key group too large for a file, some."""
-
-    stage: StageNumber
-    variable: str
-    first_group: int
-    #: Included.
-    last_group: int
-    #: Relative to the checkpoint.
-    path: str
-    rows: int
-    bytes: int
-    checksum: str
+from anabranch.core.state_files import ChangeFile, SnapshotFile
 
 
 @dataclass(frozen=True)

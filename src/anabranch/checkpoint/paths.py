@@ -21,8 +21,7 @@ from urllib.parse import quote
 
 import xxhash
 
-from anabranch.core.ids import Epoch, Generation, RouteVersion, WorkerId
-from anabranch.core.requests import Run
+from anabranch.core.ids import Epoch, Generation, RouteVersion, Run, WorkerId
 
 SPARK_COMMITS = "commits"
 SPARK_OFFSETS = "offsets"

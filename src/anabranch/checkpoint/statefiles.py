@@ -11,10 +11,8 @@ from typing import TypeVar
 from anabranch.checkpoint import paths
 from anabranch.checkpoint.job import deleted_variables
 from anabranch.checkpoint.manifests import (
-    ChangeFile,
     Manifest,
     Snapshot,
-    SnapshotFile,
     check_succession,
     newest_writers,
     read_manifest_by,
@@ -23,8 +21,8 @@ from anabranch.checkpoint.manifests import (
 )
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import NO_EPOCH, Epoch, Generation
-from anabranch.core.requests import RunId
+from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RunId
+from anabranch.core.state_files import ChangeFile, SnapshotFile
 
 _Document = TypeVar("_Document")
 _FilesDocument = TypeVar("_FilesDocument", Manifest, Snapshot)

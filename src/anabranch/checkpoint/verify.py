@@ -16,15 +16,14 @@ from anabranch.checkpoint import paths
 from anabranch.checkpoint.documents import checksum_of
 from anabranch.checkpoint.evolution import to_layout
 from anabranch.checkpoint.job import JobDescription, read_job
-from anabranch.checkpoint.manifests import ChangeFile, SnapshotFile
 from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.checkpoint.statefiles import Documents
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import NO_EPOCH, Epoch, Generation, JobId, RouteVersion
+from anabranch.core.ids import NO_EPOCH, Epoch, Generation, JobId, RouteVersion, Run
 from anabranch.core.keygroups import key_groups_of
-from anabranch.core.requests import Run
 from anabranch.core.schemas import GROUP, HASH, Layout, Op
+from anabranch.core.state_files import ChangeFile, SnapshotFile
 
 DataFile = ChangeFile | SnapshotFile
 

@@ -26,7 +26,6 @@ from anabranch.checkpoint.cleanup import clean_up
 from anabranch.checkpoint.evolution import schema_in_words
 from anabranch.checkpoint.generations import generation_info, latest_generation
 from anabranch.checkpoint.job import JobDescription, read_job
-from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.sparklog import has_offsets, last_committed_epoch
 from anabranch.checkpoint.statefiles import Documents, StateFiles, state_files
 from anabranch.checkpoint.storage import Storage
@@ -35,6 +34,7 @@ from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import NO_EPOCH, Epoch
 from anabranch.core.schemas import VariableKind, VariableSpec
 from anabranch.core.settings import Settings
+from anabranch.core.state_files import ChangeFile
 
 _T = TypeVar("_T")
 

@@ -9,13 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from anabranch.checkpoint.generations import check_generation, claim_next
 from anabranch.checkpoint.savepoints import Savepoint
 from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.control.epochs.durability import Durability
-from anabranch.control.epochs.executor import EpochExecutor, file_of
+from anabranch.control.epochs.executor import EpochExecutor
 from anabranch.control.epochs.maintenance import Maintenance
 from anabranch.control.epochs.savepoints import take_savepoint
 from anabranch.control.inspection import Inspection
@@ -23,20 +24,19 @@ from anabranch.control.membership.cluster import Cluster
 from anabranch.control.membership.members import Member, Membership
 from anabranch.control.membership.rescale import Change, Rescale
 from anabranch.control.membership.worker_pool import WorkerPool
-from anabranch.control.owned_checkpoint import who_claims
+from anabranch.control.owned_checkpoint import OwnedCheckpoint, who_claims
 from anabranch.control.parts import PRODUCTION, DriverParts
 from anabranch.control.resume import Resumed
-from anabranch.control.stage_access import make_accesses
 from anabranch.core import epoch_events as events
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, FencedError
-from anabranch.core.ids import Epoch, Partition, StageNumber
+from anabranch.core.ids import Epoch, Partition, StageNumber, StagePartition
 from anabranch.core.pacing import ChangeTiming
-from anabranch.core.requests import StagePartition
-from anabranch.core.routes import Route, owners_of_partitions
+from anabranch.core.requests import CloseJob, Flush
+from anabranch.core.routes import Route, assign_partitions, owners_of_partitions
 from anabranch.core.schemas import StageSpec
 from anabranch.core.settings import Settings
-from anabranch.wire import messages
+from anabranch.wire.credentials import Credentials
 from anabranch.wire.routed import StageAccess
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Coordinator:
             self._machine, self.cluster, self._durability, settings, parts.scheduler, lambda: self._owned
         )
         self._inspection = Inspection(self.cluster, parts.scheduler, self._job, _REPAIR_S + settings.worker_timeout_s)
-        self._accesses = make_accesses(self._owned, self.cluster, self.parallelism, self._settings)
+        self._accesses = _make_accesses(self._owned, self.cluster, self.parallelism, self._settings)
         #: The last changes among the workers. Those before an epoch are reported with it.
         self.changes: deque[Change] = deque(maxlen=_CHANGES_REMEMBERED)
         #: How many changes were made because of lost workers.
@@ -198,7 +198,7 @@ class Coordinator:
         self._repairs += bool(change.lost)
         for rescale in change.rescales:
             self.parallelism.update({StageNumber(stage): number for stage, number in rescale.parallelism.items()})
-        self._accesses = make_accesses(self._owned, self.cluster, self.parallelism, self._settings)
+        self._accesses = _make_accesses(self._owned, self.cluster, self.parallelism, self._settings)
 
     def _note_duration(self) -> None:
         duration_ms = 1000 * self._timing.end(self._scheduler.monotonic_s())
@@ -242,9 +242,9 @@ class Coordinator:
         """Make all committed epochs durable."""
         if not self._durability.volatile:
             return
-        flush = messages.Flush(**self._job(), deferred=self._durability.deferred())
-        answers = self._on_all(lambda member: self._call(member, flush))
-        files = [file_of(pair) for answer in answers for pair in answer["files"]]
+        flush = Flush(**self._job(), deferred=self._durability.deferred())
+        answers = self._on_all(lambda member: member.client.call(flush))
+        files = [file for answer in answers for file in answer.files]
         self._durability.write(self._owned, self.route.version, files, self._durability.volatile)
 
     def status(self) -> Mapping[str, Any]:
@@ -290,7 +290,7 @@ class Coordinator:
             logger.warning("the last epochs are not durable, and will be repeated: %s", error)
         for member in self.members:
             try:
-                self._call(member, messages.CloseJob(**self._job()))
+                member.client.call(CloseJob(**self._job()))
             except AnabranchError as error:
                 logger.debug("worker %s could not be told that the job ends: %s", member.worker, error)
         self._durability.close()
@@ -300,12 +300,30 @@ class Coordinator:
 
     # ----------------------------------------------------------------------------------------------- pieces
 
-    def _call(self, member: Member, request: messages.Request) -> dict[str, Any]:
-        header, _ = member.client.call(request)
-        return header
-
     def _on_all(self, call: Callable[[Member], Any]) -> list[Any]:
         return self._scheduler.gather(partial(call, member) for member in self.members)
 
     def _job(self) -> dict[str, Any]:
         return {"job": self._owned.job.job_id, "generation": self._owned.generation}
+
+
+def _make_accesses(
+    owned: OwnedCheckpoint, cluster: Cluster, parallelism: Mapping[StageNumber, int], settings: Settings
+) -> Mapping[int, StageAccess]:
+    """What tasks are given to reach the state of each stage, under the route that is in force; by stage."""
+    accesses: dict[int, StageAccess] = {}
+    for spec in owned.job.stages:
+        partitions = min(parallelism[spec.number], owned.job.key_groups)
+        accesses[spec.number] = StageAccess(
+            job=owned.job.job_id,
+            generation=owned.generation,
+            key_groups=owned.job.key_groups,
+            stage=spec,
+            routing=cluster.routing,
+            parallelism=partitions,
+            partitions=np.array(assign_partitions(cluster.route, partitions, cluster.load), dtype=np.int32),
+            cache_route=settings.routing_cache,
+            timeout_s=settings.request_timeout_s,
+            credentials=Credentials.of(settings),
+        )
+    return accesses

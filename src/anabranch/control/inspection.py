@@ -8,13 +8,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
+from msgspec.structs import asdict
 
 from anabranch.control.membership.cluster import Cluster
 from anabranch.control.membership.members import Member
 from anabranch.core.errors import AnabranchError, EpochError, LostWorkerError, WorkerError
+from anabranch.core.ids import Epoch
+from anabranch.core.requests import Describe, Scan
 from anabranch.core.schemas import StageSpec
 from anabranch.runtime.scheduler import Scheduler
-from anabranch.wire import messages
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +44,12 @@ class Inspection:
         #: The numbers that every request carries.
         self._job = job
 
-    def scan(self, spec: StageSpec, variable: str, committed: Callable[[], int]) -> tuple[int, pa.Table]:
+    def scan(self, spec: StageSpec, variable: str, committed: Callable[[], Epoch]) -> tuple[int, pa.Table]:
         """All rows of a state variable as of the last committed epoch, and that epoch."""
 
         def look() -> tuple[int, pa.Table]:
             epoch = committed()
-            request = messages.Scan(**self._job(), epoch=epoch, stage=spec.number, variable=variable)
+            request = Scan(**self._job(), epoch=epoch, stage=spec.number, variable=variable)
             parts = self._on_all(self._cluster.members.all, lambda member: list(member.client.stream(request)))
             batches = [batch for part in parts for batch in part if batch.num_rows]
             schema = spec.layouts[variable].rows
@@ -85,20 +87,20 @@ class Inspection:
         )
 
     def _describe(self, timeout_s: float | None = None) -> list[dict[str, Any]]:
-        members, request = self._cluster.members.all, messages.Describe(**self._job())
-        answers = self._on_all(members, lambda member: member.client.call(request, timeout_s=timeout_s)[0])
+        members, request = self._cluster.members.all, Describe(**self._job())
+        answers = self._on_all(members, lambda member: member.client.call(request, timeout_s=timeout_s))
         return [
             {
                 "id": member.worker,
                 "address": member.address,
                 "pid": member.pid,
                 "keyGroups": len(self._cluster.route.groups_of(member.worker)),
-                "pendingGroups": answer["pendingGroups"],
-                "frozenGroups": answer["frozenGroups"],
-                "load": round(sum(keys for _, keys in answer["load"])),
-                "rows": sum(variable["rows"] for variable in answer["variables"]),
-                "bytes": sum(variable["bytes"] for variable in answer["variables"]),
-                "variables": answer["variables"],
+                "pendingGroups": answer.progress.pending_groups,
+                "frozenGroups": answer.progress.frozen_groups,
+                "load": round(sum(keys for _, keys in answer.load)),
+                "rows": sum(variable.rows for variable in answer.variables),
+                "bytes": sum(variable.bytes for variable in answer.variables),
+                "variables": [asdict(variable) for variable in answer.variables],
             }
             for member, answer in zip(members, answers, strict=True)
         ]

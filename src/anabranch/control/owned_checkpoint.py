@@ -15,8 +15,7 @@ from anabranch.checkpoint.generations import NO_GENERATION, claim_generation, ge
 from anabranch.checkpoint.job import JobDescription, create_or_check, save_shape
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import Epoch, Generation, JobId
-from anabranch.core.requests import RunId
+from anabranch.core.ids import Epoch, Generation, JobId, RunId
 from anabranch.core.schemas import StageSpec
 
 logger = logging.getLogger(__name__)

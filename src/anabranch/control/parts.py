@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from anabranch.checkpoint.storage import Storage
-from anabranch.control.epochs.snapshot_process import compact_in_process
+from anabranch.control.membership.fork_server import FORK_SERVER, Child
 from anabranch.control.owned_checkpoint import OwnedCheckpoint
+from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Epoch
 from anabranch.runtime.scheduler import Scheduler
 from anabranch.runtime.threads import THREADS
+
+#: How long the start of a process may take, that of the one included which it is forked from.
+_START_TIMEOUT_S = 60.0
 
 
 class Killable(Protocol):
@@ -31,6 +35,30 @@ class Compact(Protocol):
         target: str = "",
         on_start: Callable[[Killable], None] = lambda _: None,
     ) -> int: ...
+
+
+def compact_in_process(
+    owned: OwnedCheckpoint,
+    epoch: Epoch,
+    *,
+    target: str = "",
+    on_start: Callable[[Child], None] = lambda _: None,
+) -> int:
+    """Lets a process of low priority write the snapshot of an epoch, here or elsewhere; the rows that it has."""
+    arguments = [owned.storage.location, str(epoch), "--generation", str(owned.generation)]
+    if target:
+        arguments += ["--to", target]
+    process = FORK_SERVER.start({"compaction": arguments}, _START_TIMEOUT_S)
+    try:
+        on_start(process)
+        rows: int = process.first_line(None)["rows"]
+    except ValueError:
+        raise CheckpointError(
+            f"The snapshot of epoch {epoch} could not be written: {process.end_of_log().splitlines()[-1]}"
+        ) from None
+    finally:
+        process.bury()
+    return rows
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 from anabranch.checkpoint.generations import check_generation
 from anabranch.checkpoint.manifests import newest_route, save_route
@@ -14,6 +13,7 @@ from anabranch.checkpoint.statefiles import StateFiles, state_files
 from anabranch.control.membership.assignment import Assignment, carry_out, wipe_shared_store
 from anabranch.control.membership.members import Membership
 from anabranch.control.owned_checkpoint import Committed, OwnedCheckpoint
+from anabranch.core.answers import SharedOffer
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Epoch
 from anabranch.core.routes import Route, initial_route, next_route
@@ -50,7 +50,7 @@ def resume(
     committed = Committed(epoch, files.committed_by)
     if shared_store:
         wipe_shared_store(owned, members.all)
-    offers: list[dict[str, Any]] | None = [] if shared_store else None
+    offers: list[SharedOffer] | None = [] if shared_store else None
     assignment = Assignment(route, committed, files, offers=offers, heartbeat_s=heartbeat_s)
     carry_out(owned, members.all, assignment, scheduler)
     logger.info("job %s resumes after epoch %d, generation %d", owned.job.job_id, epoch, owned.generation)

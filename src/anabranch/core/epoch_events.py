@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
-from anabranch.core.ids import Epoch, WorkerId
-from anabranch.core.requests import Refusal, Run, StageAttempt, StagePartition
+from anabranch.core.answers import Refusal
+from anabranch.core.ids import Epoch, Run, StageAttempt, StagePartition, WorkerId
+from anabranch.core.state_files import ChangeFile
 
 
 class Failure(StrEnum):
@@ -24,12 +24,12 @@ class Failure(StrEnum):
 # ------------------------------------------------------------------------------------------------------ events
 
 
-class Event:
+class EpochEvent:
     """Something that happened."""
 
 
 @dataclass(frozen=True)
-class EpochBegun(Event):
+class EpochBegun(EpochEvent):
     """Spark hands over an epoch, for the first time or again."""
 
     epoch: Epoch
@@ -39,7 +39,7 @@ class EpochBegun(Event):
 
 
 @dataclass(frozen=True)
-class RunEvent(Event):
+class RunEvent(EpochEvent):
     """Something that belongs to a run. Of a run that is over, it is ignored."""
 
     run: Run
@@ -74,8 +74,8 @@ class SealsReported(RunEvent):
 @dataclass(frozen=True)
 class WorkerPrepared(RunEvent):
     worker: WorkerId
-    #: What the manifest is to say of the worker's change files; this module does not look into it.
-    files: tuple[Any, ...]
+    #: What the manifest is to say of the worker's change files.
+    files: tuple[tuple[Epoch, ChangeFile], ...]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class WorkerRefused(RunEvent):
 
 
 @dataclass(frozen=True)
-class Instruction:
+class EpochInstruction:
     """What the process around the machine is to do."""
 
     epoch: Epoch
@@ -115,60 +115,60 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class BeginOn(Instruction):
+class BeginOn(EpochInstruction):
     worker: WorkerId
 
 
 @dataclass(frozen=True)
-class RunTasks(Instruction):
+class RunTasks(EpochInstruction):
     """Start Spark's job, the sink's write included: every worker is ready for its tasks."""
 
 
 @dataclass(frozen=True)
-class RunMissing(Instruction):
+class RunMissing(EpochInstruction):
     """Run these tasks (again), apart from the sink."""
 
     tasks: frozenset[StagePartition]
 
 
 @dataclass(frozen=True)
-class CollectSeals(Instruction):
+class CollectSeals(EpochInstruction):
     worker: WorkerId
 
 
 @dataclass(frozen=True)
-class PrepareOn(Instruction):
+class PrepareOn(EpochInstruction):
     worker: WorkerId
     #: The part of the epoch's choice that concerns the worker.
     chosen: frozenset[StageAttempt]
 
 
 @dataclass(frozen=True)
-class WriteManifest(Instruction):
+class WriteManifest(EpochInstruction):
     """Write the manifest under a name that holds epoch, generation and run; of several, the greatest run counts."""
 
-    files: tuple[Any, ...]
+    files: tuple[tuple[Epoch, ChangeFile], ...]
 
 
 @dataclass(frozen=True)
-class CommitOn(Instruction):
+class CommitOn(EpochInstruction):
     worker: WorkerId
 
 
 @dataclass(frozen=True)
-class AbortOn(Instruction):
+class AbortOn(EpochInstruction):
     worker: WorkerId
 
 
 @dataclass(frozen=True)
-class FinishEpoch(Instruction):
+class FinishEpoch(EpochInstruction):
     """The epoch is part of the state: let Spark commit it. The lost workers' groups come from the checkpoint."""
 
     lost: frozenset[WorkerId]
 
 
 @dataclass(frozen=True)
-class FailEpoch(Instruction):
+class FailEpoch(EpochInstruction):
     """Nothing of the run counts: do not let Spark commit it."""
 
     reason: Failure

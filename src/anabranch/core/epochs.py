@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import Any
 
+from anabranch.core.answers import Refusal
 from anabranch.core.epoch_events import (
     AbortOn,
     BeginOn,
     CollectSeals,
     CommitOn,
     EpochBegun,
-    Event,
+    EpochEvent,
+    EpochInstruction,
     FailEpoch,
     Failure,
     FinishEpoch,
-    Instruction,
     ManifestFailed,
     ManifestWritten,
     PrepareOn,
@@ -38,8 +38,8 @@ from anabranch.core.epoch_events import (
     WriteManifest,
 )
 from anabranch.core.errors import EpochError, FencedError
-from anabranch.core.ids import NO_EPOCH, Epoch, WorkerId
-from anabranch.core.requests import NO_RUN, Refusal, Run, StageAttempt, StagePartition
+from anabranch.core.ids import NO_EPOCH, NO_RUN, Epoch, Run, StageAttempt, StagePartition, WorkerId
+from anabranch.core.state_files import ChangeFile
 
 #: How often tasks whose changes are missing are run again before the epoch fails.
 MISSING_ROUNDS_MAX = 2
@@ -81,11 +81,11 @@ class EpochMachine:
         #: One attempt for each task, sealed on all of its owners. None until every task has one.
         self.choice: frozenset[StageAttempt] | None = None
         #: The change files of the workers that have prepared.
-        self.files: dict[WorkerId, tuple[Any, ...]] = {}
+        self.files: dict[WorkerId, tuple[tuple[Epoch, ChangeFile], ...]] = {}
         #: Workers that refused to commit. What they prepared is durable, so it does not hold up the epoch.
         self.lost: set[WorkerId] = set()
 
-    def handle(self, event: Event) -> list[Instruction]:
+    def handle(self, event: EpochEvent) -> list[EpochInstruction]:
         match event:
             case EpochBegun():
                 return self._begin(event)
@@ -115,7 +115,7 @@ class EpochMachine:
         if self.step is not Step.IDLE:
             assert self.epoch in (self.committed, self.committed + 1), vars(self)
 
-    def _handle_run_event(self, event: RunEvent) -> list[Instruction]:
+    def _handle_run_event(self, event: RunEvent) -> list[EpochInstruction]:
         match event:
             case WorkerBegan() if self._expects(Step.BEGINNING, event.worker):
                 return self._answered(event.worker, then=self._run_tasks)
@@ -144,11 +144,11 @@ class EpochMachine:
     def _expects(self, step: Step, worker: WorkerId) -> bool:
         return self.step is step and worker in self.waiting
 
-    def _answered(self, worker: WorkerId, then: Callable[[], list[Instruction]]) -> list[Instruction]:
+    def _answered(self, worker: WorkerId, then: Callable[[], list[EpochInstruction]]) -> list[EpochInstruction]:
         self.waiting.discard(worker)
         return [] if self.waiting else then()
 
-    def _begin(self, event: EpochBegun) -> list[Instruction]:
+    def _begin(self, event: EpochBegun) -> list[EpochInstruction]:
         self._check_begin(event)
         self.epoch, self.run = event.epoch, Run(self.run + 1)
         self.workers, self.owners = event.workers, dict(event.owners)
@@ -174,22 +174,22 @@ class EpochMachine:
                 "take tasks and workers from one route."
             )
 
-    def _run_tasks(self) -> list[Instruction]:
+    def _run_tasks(self) -> list[EpochInstruction]:
         self.step = Step.RUNNING
         return [RunTasks(self.epoch, self.run)]
 
-    def _sink_written(self) -> list[Instruction]:
+    def _sink_written(self) -> list[EpochInstruction]:
         if self.step is Step.RUNNING:
             self.sink_written = True
             return self._collect() if self.choice is None else self._prepare()
         self.sink_written = self.step is Step.COLLECTING
         return []
 
-    def _collect(self) -> list[Instruction]:
+    def _collect(self) -> list[EpochInstruction]:
         self.step, self.waiting = Step.COLLECTING, set(self.workers)
         return [CollectSeals(self.epoch, self.run, worker) for worker in sorted(self.workers)]
 
-    def _choose(self) -> list[Instruction]:
+    def _choose(self) -> list[EpochInstruction]:
         chosen = choose_attempts(self.owners, self.seals)
         missing = frozenset(self.owners.keys() - chosen.keys())
         self.step = Step.RUNNING
@@ -205,7 +205,7 @@ class EpochMachine:
             )
         return [RunMissing(self.epoch, self.run, missing)]
 
-    def _prepare(self) -> list[Instruction]:
+    def _prepare(self) -> list[EpochInstruction]:
         assert self.choice is not None
         self.step, self.waiting = Step.PREPARING, set(self.workers)
         chosen: dict[WorkerId, set[StageAttempt]] = {worker: set() for worker in self.workers}
@@ -214,22 +214,22 @@ class EpochMachine:
                 chosen[worker].add(attempt)
         return [PrepareOn(self.epoch, self.run, w, frozenset(chosen[w])) for w in sorted(self.workers)]
 
-    def _write_manifest(self) -> list[Instruction]:
+    def _write_manifest(self) -> list[EpochInstruction]:
         self.step = Step.WRITING
         files = tuple(file for worker in sorted(self.files) for file in self.files[worker])
         return [WriteManifest(self.epoch, self.run, files)]
 
-    def _commit(self) -> list[Instruction]:
+    def _commit(self) -> list[EpochInstruction]:
         self.step, self.waiting = Step.COMMITTING, set(self.workers)
         return [CommitOn(self.epoch, self.run, worker) for worker in sorted(self.waiting)]
 
-    def _finish(self) -> list[Instruction]:
+    def _finish(self) -> list[EpochInstruction]:
         lost = frozenset(self.lost)
         self._end()
         self.committed = self.epoch
         return [FinishEpoch(self.epoch, self.run, lost)]
 
-    def _refused(self, event: WorkerRefused) -> list[Instruction]:
+    def _refused(self, event: WorkerRefused) -> list[EpochInstruction]:
         if event.reason is Refusal.FENCED:
             return self._fail(Failure.FENCED, event.message, [event.worker])
         if event.worker not in self.waiting:
@@ -240,9 +240,9 @@ class EpochMachine:
             return self._answered(event.worker, then=self._finish)
         return self._fail(Failure.REFUSED, event.message, [event.worker])
 
-    def _fail(self, reason: Failure, message: str, workers: Iterable[WorkerId] = ()) -> list[Instruction]:
+    def _fail(self, reason: Failure, message: str, workers: Iterable[WorkerId] = ()) -> list[EpochInstruction]:
         reached = sorted(self.workers - set(workers))
-        instructions: list[Instruction] = [FailEpoch(self.epoch, self.run, reason, message, frozenset(workers))]
+        instructions: list[EpochInstruction] = [FailEpoch(self.epoch, self.run, reason, message, frozenset(workers))]
         self.fenced = self.fenced or reason is Failure.FENCED
         self._end()
         # The workers obey the newer driver already.

@@ -1,7 +1,9 @@
 """The names of things: one type for each kind of number, so that two of them cannot be swapped."""
 
+from __future__ import annotations
+
 import re
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from anabranch.core.errors import WorkerError
 
@@ -24,7 +26,40 @@ WorkerId = NewType("WorkerId", str)
 #: Identifies a streaming query: drawn at random when its checkpoint is first used.
 JobId = NewType("JobId", str)
 
+#: Counts the runs of all epochs within a generation, from 0. An epoch that is run again keeps its number: so a *run*
+#: tells its runs apart.
+Run = NewType("Run", int)
+
 NO_EPOCH = Epoch(-1)
+NO_RUN = Run(-1)
+
+
+class StagePartition(NamedTuple):
+    """The work of one task: a partition of a stateful stage."""
+
+    stage: StageNumber
+    partition: Partition
+
+
+class StageAttempt(NamedTuple):
+    """One attempt at a task, and the changes it stages."""
+
+    stage: StageNumber
+    partition: Partition
+    attempt: Attempt
+
+    @property
+    def task(self) -> StagePartition:
+        return StagePartition(self.stage, self.partition)
+
+
+class RunId(NamedTuple):
+    """Which run an epoch was committed by. A later run of the same epoch is greater, and replaces an earlier one."""
+
+    generation: Generation
+    run: Run
+
+
 _JOB_ID = re.compile(r"[0-9a-f]{32}")
 
 

@@ -14,7 +14,7 @@ from anabranch.core import membership_events as events
 from anabranch.core.errors import EpochError, SettingsError
 from anabranch.core.ids import WorkerId
 from anabranch.core.membership_change import ChangeInTheMaking
-from anabranch.core.membership_events import Instruction, RescaleState, Wish
+from anabranch.core.membership_events import MembershipInstruction, RescaleRequest, RescaleState
 from anabranch.core.routes import Route, moves, next_route
 
 #: How often a change starts over after a try in which no worker was found lost, or every one was.
@@ -49,8 +49,8 @@ class MembershipMachine:
         #: The newest route that is durable; and the newest that all workers have been told.
         self.route = route
         self.applied = route
-        #: Rescales that have not taken effect.
-        self.wishes: tuple[Wish, ...] = ()
+        #: Rescales that were asked for and have not taken effect.
+        self.pending_rescales: tuple[RescaleRequest, ...] = ()
         self.change: ChangeInTheMaking | None = None
         #: Counts the assignments.
         self.assignments = 0
@@ -75,15 +75,15 @@ class MembershipMachine:
     @property
     def is_ready(self) -> bool:
         """Whether a change is urgent, or all is ready for what was asked for."""
-        return self.is_urgent or (not self.starting and bool(self.wishes or self.leaving or self.ready))
+        return self.is_urgent or (not self.starting and bool(self.pending_rescales or self.leaving or self.ready))
 
     def is_leaving(self, worker: WorkerId) -> bool:
         return worker in self.leaving or (self.change is not None and worker in self.change.named)
 
     def one_more(self, in_force: Mapping[int, int]) -> tuple[int, dict[int, int]]:
         """One worker more than was asked for last, and one task more for each of these stages, given what it has."""
-        being_made = self.change.wishes if self.change is not None else []
-        newest = {**self._set_before, **_parallelism_of([*being_made, *self.wishes])}
+        being_made = self.change.requests if self.change is not None else []
+        newest = {**self._set_before, **_parallelism_of([*being_made, *self.pending_rescales])}
         return self.wanted + 1, {stage: newest.get(stage, tasks) + 1 for stage, tasks in in_force.items()}
 
     def check(self) -> None:
@@ -98,10 +98,10 @@ class MembershipMachine:
 
     # ------------------------------------------------------------------------------------------------- events
 
-    def handle(self, event: events.Event) -> list[Instruction]:
+    def handle(self, event: events.MembershipEvent) -> list[MembershipInstruction]:
         match event:
             case events.RescaleWanted():
-                return self._want(event.wish)
+                return self._want(event.request)
             case events.WorkerCame():
                 return self._come(event)
             case events.DrainWanted():
@@ -124,7 +124,7 @@ class MembershipMachine:
             return self._go_on(self.change, event)
         raise EpochError(f"{type(event).__name__} came while no change is made. Report this.")
 
-    def _go_on(self, change: ChangeInTheMaking, event: events.Event) -> list[Instruction]:
+    def _go_on(self, change: ChangeInTheMaking, event: events.MembershipEvent) -> list[MembershipInstruction]:
         match event:
             case events.StartedAtOnce():
                 return self._let_in(change, [event.worker])
@@ -149,26 +149,26 @@ class MembershipMachine:
 
     # ----------------------------------------------------------------------------------- what is asked for
 
-    def _want(self, wish: Wish) -> list[Instruction]:
+    def _want(self, request: RescaleRequest) -> list[MembershipInstruction]:
         self._check_running()
-        instructions: list[Instruction] = []
-        if (workers := wish.workers) is not None:
+        instructions: list[MembershipInstruction] = []
+        if (workers := request.workers) is not None:
             self._check_wanted(workers)
             # Only the number of workers is replaced: the parallelism of a stage stays wanted.
-            replaced = [each for each in self.wishes if each.workers is not None]
-            newest = _parallelism_of(self.wishes)
-            inherited = {s: newest[s] for s in _parallelism_of(replaced) if s not in wish.parallelism}
+            replaced = [each for each in self.pending_rescales if each.workers is not None]
+            newest = _parallelism_of(self.pending_rescales)
+            inherited = {s: newest[s] for s in _parallelism_of(replaced) if s not in request.parallelism}
             if inherited:
-                wish = replace(wish, parallelism={**wish.parallelism, **inherited})
-                instructions.append(events.TakeOver(wish.rescale, inherited))
+                request = replace(request, parallelism={**request.parallelism, **inherited})
+                instructions.append(events.TakeOver(request.rescale, inherited))
             instructions += [events.EndRescale(each.rescale, RescaleState.REPLACED, _REPLACED) for each in replaced]
-            self.wishes = tuple(each for each in self.wishes if each not in replaced)
+            self.pending_rescales = tuple(each for each in self.pending_rescales if each not in replaced)
             self.wanted = workers
             instructions += self._start_missing()
-        self.wishes = (*self.wishes, wish)
+        self.pending_rescales = (*self.pending_rescales, request)
         return instructions
 
-    def _come(self, event: events.WorkerCame) -> list[Instruction]:
+    def _come(self, event: events.WorkerCame) -> list[MembershipInstruction]:
         self._check_running()
         self._check_count(self.wanted + 1)
         if event.worker in {*self.members, *self.ready}:
@@ -177,10 +177,10 @@ class MembershipMachine:
             )
         self.wanted += 1
         self.ready = (*self.ready, event.worker)
-        self.wishes = (*self.wishes, Wish(event.rescale))
+        self.pending_rescales = (*self.pending_rescales, RescaleRequest(event.rescale))
         return []
 
-    def _drain(self, event: events.DrainWanted) -> list[Instruction]:
+    def _drain(self, event: events.DrainWanted) -> list[MembershipInstruction]:
         self._check_running()
         worker = event.worker
         if worker not in self.members:
@@ -191,10 +191,10 @@ class MembershipMachine:
                 raise SettingsError(f"{worker} is the last worker. Add another one first, or stop the query.")
             self.leaving |= {worker}
             self.wanted = max(1, self.wanted - 1)
-        self.wishes = (*self.wishes, Wish(event.rescale, leaving=worker))
+        self.pending_rescales = (*self.pending_rescales, RescaleRequest(event.rescale, leaving=worker))
         return []
 
-    def _start_missing(self) -> list[Instruction]:
+    def _start_missing(self) -> list[MembershipInstruction]:
         """Start those that are missing, in the background."""
         staying = [worker for worker in (*self.members, *self.ready) if not self.is_leaving(worker)]
         missing = self.wanted - len(staying) - self.starting
@@ -203,27 +203,27 @@ class MembershipMachine:
         self.starting += missing
         return [events.StartWorkers(missing)]
 
-    def _started(self, worker: WorkerId) -> list[Instruction]:
+    def _started(self, worker: WorkerId) -> list[MembershipInstruction]:
         self.starting = max(0, self.starting - 1)
         if self.ended:
             return [events.TakeLeave(worker)]
         self.ready = (*self.ready, worker)
         return []
 
-    def _start_failed(self, message: str) -> list[Instruction]:
+    def _start_failed(self, message: str) -> list[MembershipInstruction]:
         """The number of workers that was asked for is not reached; whoever comes or goes still does."""
         self.starting = max(0, self.starting - 1)
-        failed = [wish for wish in self.wishes if wish.workers is not None]
+        failed = [request for request in self.pending_rescales if request.workers is not None]
         if failed:  # if it was to replace a lost one, that is tried again with the next change
             self.wanted = max(1, len(self.members) + len(self.ready) - len(self.leaving))
         if not self.starting and not self.ready and self.leaving >= set(self.members):  # nobody takes over from them
-            failed += [wish for wish in self.wishes if wish.leaving in self.leaving]
+            failed += [request for request in self.pending_rescales if request.leaving in self.leaving]
             self.wanted += len(self.leaving)
             self.leaving = frozenset()
-        self.wishes = tuple(wish for wish in self.wishes if wish not in failed)
-        return [events.EndRescale(wish.rescale, RescaleState.FAILED, message) for wish in failed]
+        self.pending_rescales = tuple(request for request in self.pending_rescales if request not in failed)
+        return [events.EndRescale(request.rescale, RescaleState.FAILED, message) for request in failed]
 
-    def _miss(self, worker: WorkerId) -> list[Instruction]:
+    def _miss(self, worker: WorkerId) -> list[MembershipInstruction]:
         if worker in self.departing:
             self.departing = tuple(each for each in self.departing if each != worker)
             return [events.LoseDeparting(worker)]
@@ -232,26 +232,28 @@ class MembershipMachine:
         self.lost |= {worker}
         return [events.NoteLoss(worker)]
 
-    def _end(self, message: str) -> list[Instruction]:
+    def _end(self, message: str) -> list[MembershipInstruction]:
         self.ended = message
-        failed = RescaleState.FAILED
-        ended: list[Instruction] = [events.EndRescale(wish.rescale, failed, message) for wish in self.wishes]
+        asked_for = [request.rescale for request in self.pending_rescales]
+        ended: list[MembershipInstruction] = [
+            events.EndRescale(each, RescaleState.FAILED, message) for each in asked_for
+        ]
         ended += [events.TakeLeave(worker) for worker in (*self.departing, *self.ready)]
-        self.wishes, self.departing, self.ready = (), (), ()
+        self.pending_rescales, self.departing, self.ready = (), (), ()
         return ended
 
     # ------------------------------------------------------------------------------------------- the change
 
-    def _begin_try(self, change: ChangeInTheMaking) -> list[Instruction]:
+    def _begin_try(self, change: ChangeInTheMaking) -> list[MembershipInstruction]:
         """Take all that waits, to be fulfilled together; rescales only if no worker is still being started for them."""
         lost = [worker for worker in self.members if worker in self.lost]
         change.lost += lost
         change.named = self.leaving - self.lost
         self.lost, self.leaving = frozenset(), frozenset()
         if not self.starting:
-            change.wishes, self.wishes = list(self.wishes), ()
+            change.requests, self.pending_rescales = list(self.pending_rescales), ()
         self.members = tuple(worker for worker in self.members if worker not in lost)
-        removed: list[Instruction] = [events.RemoveWorker(worker) for worker in lost]
+        removed: list[MembershipInstruction] = [events.RemoveWorker(worker) for worker in lost]
         newcomers, self.ready = self.ready, ()
         if self.members or newcomers:
             return removed + self._let_in(change, newcomers)
@@ -265,18 +267,18 @@ class MembershipMachine:
             ]
         return [*removed, events.StartWorkerNow()]
 
-    def _let_in(self, change: ChangeInTheMaking, newcomers: Sequence[WorkerId]) -> list[Instruction]:
+    def _let_in(self, change: ChangeInTheMaking, newcomers: Sequence[WorkerId]) -> list[MembershipInstruction]:
         change.joined += newcomers
         self.members = (*self.members, *newcomers)
-        let_in: list[Instruction] = [events.LetIn(worker) for worker in newcomers]
+        let_in: list[MembershipInstruction] = [events.LetIn(worker) for worker in newcomers]
         change.choose_leaving(self.members, self.wanted)
-        if change.wishes and not change.lost:
+        if change.requests and not change.lost:
             return [*let_in, events.MeasureLoad()]
         return let_in + self._choose_route(change, None)
 
-    def _choose_route(self, change: ChangeInTheMaking, load: Sequence[float] | None) -> list[Instruction]:
+    def _choose_route(self, change: ChangeInTheMaking, load: Sequence[float] | None) -> list[MembershipInstruction]:
         staying = [worker for worker in self.members if worker not in change.leaving]
-        is_balancing = bool(change.wishes) and not change.lost
+        is_balancing = bool(change.requests) and not change.lost
         if set(staying) == set(self.route.workers) and not is_balancing:
             return self._assign()
         route = next_route(self.route, staying, change.next_epoch, load if is_balancing else None)
@@ -285,11 +287,11 @@ class MembershipMachine:
         change.route = route
         return [events.SaveRoute(route)]
 
-    def _assign(self) -> list[Instruction]:
+    def _assign(self) -> list[MembershipInstruction]:
         self.assignments += 1
         return [events.AssignGroups(self.assignments, self.route, self.applied)]
 
-    def _finish(self, change: ChangeInTheMaking) -> list[Instruction]:
+    def _finish(self, change: ChangeInTheMaking) -> list[MembershipInstruction]:
         left = tuple(sorted(change.leaving))
         moved = len(moves(self.applied, self.route))
         self.applied = self.route
@@ -297,7 +299,7 @@ class MembershipMachine:
         self.departing = (*self.departing, *left)
         self.lost &= set(self.members)
         self.pending = frozenset(self.members)
-        self._set_before |= _parallelism_of(change.wishes)
+        self._set_before |= _parallelism_of(change.requests)
         self.change = None
         staying = self._keep_last(change)
         made = events.ChangeMade(
@@ -307,30 +309,30 @@ class MembershipMachine:
             joined=tuple(change.joined),
             left=left,
             moved=moved,
-            rescales=tuple(wish.rescale for wish in change.wishes),
+            rescales=tuple(request.rescale for request in change.requests),
         )
         return [*(events.Depart(worker) for worker in left), made, *staying, *self._start_missing()]
 
-    def _keep_last(self, change: ChangeInTheMaking) -> list[Instruction]:
+    def _keep_last(self, change: ChangeInTheMaking) -> list[MembershipInstruction]:
         """Those that were named and are the only ones left stay until another one has come, if any can be started."""
         last = change.named & set(self.members)
-        wishes = change.take_back(last)
+        requests = change.take_back(last)
         if self.can_start:
             self.leaving |= last
-            self.wishes = (*wishes, *self.wishes)
+            self.pending_rescales = (*requests, *self.pending_rescales)
             return []
         self.wanted += len(last)
         message = "All other workers were lost, so {} stays. Let another one join, then drain it again."
         failed = RescaleState.FAILED
-        return [events.EndRescale(wish.rescale, failed, message.format(wish.leaving)) for wish in wishes]
+        return [events.EndRescale(request.rescale, failed, message.format(request.leaving)) for request in requests]
 
     def _give_back(self, change: ChangeInTheMaking) -> None:
         """What the change was for waits for the next one. Lost workers and newcomers have been dealt with."""
         self.leaving |= change.named & set(self.members)
-        self.wishes = (*change.wishes, *self.wishes)
-        change.wishes, change.named = [], frozenset()
+        self.pending_rescales = (*change.requests, *self.pending_rescales)
+        change.requests, change.named = [], frozenset()
 
-    def _try_again(self, change: ChangeInTheMaking) -> list[Instruction]:
+    def _try_again(self, change: ChangeInTheMaking) -> list[MembershipInstruction]:
         if not self.lost or self.lost == set(self.members):
             change.fruitless_tries += 1
         if change.fruitless_tries == FRUITLESS_TRIES_MAX:
@@ -346,7 +348,7 @@ class MembershipMachine:
 
     # --------------------------------------------------------------------------------------------- migration
 
-    def _note_progress(self, event: events.ProgressTold) -> list[Instruction]:
+    def _note_progress(self, event: events.ProgressTold) -> list[MembershipInstruction]:
         """What a worker said before the last assignment is no news."""
         is_news = event.assignment == self.assignments and event.worker in self.pending and not event.pending_groups
         if not is_news or self.change is not None:  # a change is about to assign anew
@@ -388,6 +390,6 @@ class MembershipMachine:
             )
 
 
-def _parallelism_of(wishes: Sequence[Wish]) -> dict[int, int]:
+def _parallelism_of(requests: Sequence[RescaleRequest]) -> dict[int, int]:
     """Of the stages that these rescales name, one after the other."""
-    return {stage: number for wish in wishes for stage, number in wish.parallelism.items()}
+    return {stage: number for request in requests for stage, number in request.parallelism.items()}

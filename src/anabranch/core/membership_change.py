@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from anabranch.core.ids import Epoch, WorkerId
-from anabranch.core.membership_events import Wish
+from anabranch.core.membership_events import RescaleRequest
 from anabranch.core.routes import Route
 
 
@@ -20,7 +20,7 @@ class ChangeInTheMaking:
     leaving: set[WorkerId] = field(default_factory=set)
     #: Those that leave because they were named.
     named: frozenset[WorkerId] = frozenset()
-    wishes: list[Wish] = field(default_factory=list)
+    requests: list[RescaleRequest] = field(default_factory=list)
     #: The route that is being saved.
     route: Route | None = None
     fruitless_tries: int = 0
@@ -35,8 +35,8 @@ class ChangeInTheMaking:
                 break
             self.leaving.add(worker)
 
-    def take_back(self, staying: frozenset[WorkerId]) -> list[Wish]:
-        """Takes the wishes that these workers leave out of the change, because they could not."""
-        taken = [wish for wish in self.wishes if wish.leaving in staying]
-        self.wishes = [wish for wish in self.wishes if wish not in taken]
+    def take_back(self, staying: frozenset[WorkerId]) -> list[RescaleRequest]:
+        """Takes the requests that these workers leave out of the change, because they could not."""
+        taken = [request for request in self.requests if request.leaving in staying]
+        self.requests = [request for request in self.requests if request not in taken]
         return taken

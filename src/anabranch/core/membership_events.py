@@ -21,7 +21,7 @@ class RescaleState(StrEnum):
 
 
 @dataclass(frozen=True)
-class Wish:
+class RescaleRequest:
     """A rescale that was asked for, under the number of its handle."""
 
     rescale: int
@@ -36,19 +36,19 @@ class Wish:
 # ------------------------------------------------------------------------------------------------------ events
 
 
-class Event:
+class MembershipEvent:
     """Something that happened."""
 
 
 @dataclass(frozen=True)
-class RescaleWanted(Event):
+class RescaleWanted(MembershipEvent):
     """Somebody wants other workers or another parallelism; with neither, the load is shared out anew."""
 
-    wish: Wish
+    request: RescaleRequest
 
 
 @dataclass(frozen=True)
-class WorkerCame(Event):
+class WorkerCame(MembershipEvent):
     """A worker that was started elsewhere wants to take part."""
 
     worker: WorkerId
@@ -56,7 +56,7 @@ class WorkerCame(Event):
 
 
 @dataclass(frozen=True)
-class DrainWanted(Event):
+class DrainWanted(MembershipEvent):
     """A worker is to hand over all that it has, and to leave."""
 
     worker: WorkerId
@@ -64,76 +64,76 @@ class DrainWanted(Event):
 
 
 @dataclass(frozen=True)
-class WorkerMissed(Event):
+class WorkerMissed(MembershipEvent):
     """A worker was found lost."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True)
-class WorkerStarted(Event):
+class WorkerStarted(MembershipEvent):
     """A worker that was to be started is ready to be let in."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True)
-class StartFailed(Event):
+class StartFailed(MembershipEvent):
     """A worker that was to be started could not be."""
 
     message: str
 
 
 @dataclass(frozen=True)
-class ChangeBegun(Event):
+class ChangeBegun(MembershipEvent):
     """No epoch runs, and Spark has committed all that did: workers and route may change before this epoch."""
 
     next_epoch: Epoch
 
 
 @dataclass(frozen=True)
-class StartedAtOnce(Event):
+class StartedAtOnce(MembershipEvent):
     """The worker that StartWorkerNow asked for is there."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True)
-class LoadMeasured(Event):
+class LoadMeasured(MembershipEvent):
     """How many keys and further rows each key group had lately; None: too few to tell anything."""
 
     load: tuple[float, ...] | None
 
 
 @dataclass(frozen=True)
-class RouteSaved(Event):
+class RouteSaved(MembershipEvent):
     """The route that SaveRoute named is durable."""
 
 
 @dataclass(frozen=True)
-class GroupsAssigned(Event):
+class GroupsAssigned(MembershipEvent):
     """All workers have their key groups."""
 
 
 @dataclass(frozen=True)
-class AssigningLost(Event):
+class AssigningLost(MembershipEvent):
     """A worker did not answer while key groups were assigned. Who it was is found out by LookForLosses."""
 
     message: str
 
 
 @dataclass(frozen=True)
-class LossesLookedFor(Event):
+class LossesLookedFor(MembershipEvent):
     """Every worker has been asked whether it is well; for each that is not, WorkerMissed has come."""
 
 
 @dataclass(frozen=True)
-class ChangeFailed(Event):
+class ChangeFailed(MembershipEvent):
     """Something other than a worker failed, such as the storage: the change is given up, and what it was for waits."""
 
 
 @dataclass(frozen=True)
-class ProgressTold(Event):
+class ProgressTold(MembershipEvent):
     """A worker says how many of its key groups are on their way since an assignment."""
 
     worker: WorkerId
@@ -142,7 +142,7 @@ class ProgressTold(Event):
 
 
 @dataclass(frozen=True)
-class JobEnded(Event):
+class JobEnded(MembershipEvent):
     """The query has ended: nothing that waits is fulfilled any more."""
 
     message: str
@@ -151,50 +151,50 @@ class JobEnded(Event):
 # ------------------------------------------------------------------------------------------------ instructions
 
 
-class Instruction:
+class MembershipInstruction:
     """What the process around the machine is to do, in the order given."""
 
 
 @dataclass(frozen=True)
-class StartWorkers(Instruction):
+class StartWorkers(MembershipInstruction):
     """Start so many workers in the background; each is followed by WorkerStarted or StartFailed."""
 
     count: int
 
 
 @dataclass(frozen=True)
-class StartWorkerNow(Instruction):
+class StartWorkerNow(MembershipInstruction):
     """Start a worker and wait for it, because there is none left."""
 
 
 @dataclass(frozen=True)
-class RemoveWorker(Instruction):
+class RemoveWorker(MembershipInstruction):
     """A worker is lost: close the connection, and make sure that it is gone."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True)
-class LetIn(Instruction):
+class LetIn(MembershipInstruction):
     """A worker takes part from now on."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True)
-class MeasureLoad(Instruction):
+class MeasureLoad(MembershipInstruction):
     """Ask the workers for the load of their key groups."""
 
 
 @dataclass(frozen=True)
-class SaveRoute(Instruction):
+class SaveRoute(MembershipInstruction):
     """Make a route durable. It is in force only after that."""
 
     route: Route
 
 
 @dataclass(frozen=True)
-class AssignGroups(Instruction):
+class AssignGroups(MembershipInstruction):
     """Give every worker its key groups under the route in force. Former owners are those of ``before``."""
 
     number: int
@@ -203,19 +203,19 @@ class AssignGroups(Instruction):
 
 
 @dataclass(frozen=True)
-class LookForLosses(Instruction):
+class LookForLosses(MembershipInstruction):
     """Ask every worker whether it is well."""
 
 
 @dataclass(frozen=True)
-class Depart(Instruction):
+class Depart(MembershipInstruction):
     """A worker owns nothing any more, and keeps some key groups for their new owners."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True)
-class ChangeMade(Instruction):
+class ChangeMade(MembershipInstruction):
     """The change is over: begin the migration of what moves."""
 
     number: int
@@ -229,14 +229,14 @@ class ChangeMade(Instruction):
 
 
 @dataclass(frozen=True)
-class FailChange(Instruction):
+class FailChange(MembershipInstruction):
     """The change cannot be made; the query ends with this message."""
 
     message: str
 
 
 @dataclass(frozen=True)
-class FinishMigration(Instruction):
+class FinishMigration(MembershipInstruction):
     """All state has arrived: workers may let go of what they keep for others, and these leave."""
 
     number: int
@@ -244,28 +244,28 @@ class FinishMigration(Instruction):
 
 
 @dataclass(frozen=True)
-class TakeLeave(Instruction):
+class TakeLeave(MembershipInstruction):
     """A worker is not needed any more."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True)
-class NoteLoss(Instruction):
+class NoteLoss(MembershipInstruction):
     """A worker is newly known to be lost: nobody need wait for it. Its part goes to others with the next change."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True)
-class LoseDeparting(Instruction):
+class LoseDeparting(MembershipInstruction):
     """A worker that keeps key groups for others is lost: what they still need comes from the checkpoint."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True)
-class EndRescale(Instruction):
+class EndRescale(MembershipInstruction):
     """A rescale is over before it took effect."""
 
     rescale: int
@@ -274,7 +274,7 @@ class EndRescale(Instruction):
 
 
 @dataclass(frozen=True)
-class TakeOver(Instruction):
+class TakeOver(MembershipInstruction):
     """A rescale also does what those that it replaces were to do."""
 
     rescale: int

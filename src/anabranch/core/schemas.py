@@ -100,16 +100,16 @@ class StageSpec:
         return {
             "number": self.number,
             "name": self.name,
-            "key": _encode_schema(self.key),
+            "key": encode_schema(self.key),
             "traits": dict(self.traits),
             "deleted": list(self.deleted),
             "variables": [
                 {
                     "name": variable.name,
                     "kind": str(variable.kind),
-                    "map_key": _encode_schema(variable.map_key),
-                    "value": _encode_schema(variable.value),
-                    "dropped": _encode_schema(variable.dropped),
+                    "map_key": encode_schema(variable.map_key),
+                    "value": encode_schema(variable.value),
+                    "dropped": encode_schema(variable.dropped),
                 }
                 for variable in self.variables
             ],
@@ -120,7 +120,7 @@ class StageSpec:
         return StageSpec(
             number=StageNumber(document["number"]),
             name=document["name"],
-            key=_decode_schema(document["key"]),
+            key=decode_schema(document["key"]),
             # What older versions did not write has defaults.
             traits={str(name): str(value) for name, value in document.get("traits", {}).items()},
             deleted=tuple(document.get("deleted", ())),
@@ -128,9 +128,9 @@ class StageSpec:
                 VariableSpec(
                     name=variable["name"],
                     kind=VariableKind(variable["kind"]),
-                    map_key=_decode_schema(variable["map_key"]),
-                    value=_decode_schema(variable["value"]),
-                    dropped=_decode_schema(variable["dropped"]) if "dropped" in variable else pa.schema([]),
+                    map_key=decode_schema(variable["map_key"]),
+                    value=decode_schema(variable["value"]),
+                    dropped=decode_schema(variable["dropped"]) if "dropped" in variable else pa.schema([]),
                 )
                 for variable in document["variables"]
             ),
@@ -206,9 +206,10 @@ def _renamed(schema: pa.Schema, *, prefix: str, taken: Iterable[str]) -> pa.Sche
     return pa.schema(fields)
 
 
-def _encode_schema(schema: pa.Schema) -> str:
+def encode_schema(schema: pa.Schema) -> str:
+    """A schema as text, for documents and requests."""
     return base64.b64encode(schema.remove_metadata().serialize().to_pybytes()).decode()
 
 
-def _decode_schema(text: str) -> pa.Schema:
+def decode_schema(text: str) -> pa.Schema:
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))

@@ -3,37 +3,105 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
+from anabranch.core.answers import Refusal
 from anabranch.core.errors import WorkerError
-from anabranch.core.ids import NO_EPOCH, Epoch, Generation
+from anabranch.core.ids import NO_EPOCH, NO_RUN, Epoch, Generation, RunId, StageAttempt
 from anabranch.core.requests import (
-    NO_RUN,
     Abort,
-    AcceptChanges,
-    AddLayer,
-    AnswerSeals,
     Begin,
     Commit,
-    DiscardAttempt,
-    DropLayersAfter,
     EpochRequest,
-    FoldUpTo,
-    Instruction,
-    Open,
+    JobRequest,
+    OpenJob,
     Prepare,
     Read,
-    Refusal,
-    Refuse,
     ReportSeals,
-    Request,
-    ResetState,
-    RunId,
-    Seal,
-    ServeState,
-    Stage,
-    StageAttempt,
-    WriteChangeFiles,
+    Write,
 )
+
+
+class WorkerInstruction:
+    """What the process around the machine is to do, in the order given. No instructions: it is done already."""
+
+
+@dataclass(frozen=True)
+class ServeState(WorkerInstruction):
+    """Answer the read with the state as of this epoch."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class AcceptChanges(WorkerInstruction):
+    """Take in what the attempt sends."""
+
+    attempt: StageAttempt
+
+
+@dataclass(frozen=True)
+class DiscardAttempt(WorkerInstruction):
+    """Forget what the attempt has sent."""
+
+    attempt: StageAttempt
+
+
+@dataclass(frozen=True)
+class AnswerSeals(WorkerInstruction):
+    """Answer with the attempts that are sealed here."""
+
+    attempts: frozenset[StageAttempt]
+
+
+@dataclass(frozen=True)
+class WriteChangeFiles(WorkerInstruction):
+    """Write the attempts' changes to the checkpoint, under a name that holds epoch and run, and answer with the files.
+
+    It comes again when the request is repeated; writing the same files again is harmless, and so is answering from
+    memory.
+    """
+
+    epoch: Epoch
+    run: RunId
+    attempts: tuple[StageAttempt, ...]
+
+
+@dataclass(frozen=True)
+class AddLayer(WorkerInstruction):
+    """Put the prepared changes on top of the state, as a layer of their own."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class DropLayersAfter(WorkerInstruction):
+    """Drop every layer that is later than this epoch."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class FoldUpTo(WorkerInstruction):
+    """Merge the layers up to this epoch into the base: they will not be rolled back any more."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class ResetState(WorkerInstruction):
+    """Forget all local state: it is not that of this epoch. It comes back from its sources or the checkpoint."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class Refuse(WorkerInstruction):
+    """Change nothing and answer with the reason."""
+
+    reason: Refusal
+    message: str
 
 
 class TransactionMachine:
@@ -54,13 +122,15 @@ class TransactionMachine:
         self.running: Epoch | None = None
         #: The attempts that sent changes, each with whether it is sealed. Empty between epochs.
         self.staged: dict[StageAttempt, bool] = {}
+        #: How many parts of their changes have come. The first part replaces all that came before.
+        self.parts: dict[StageAttempt, int] = {}
         #: Set when the worker could not do what it was told: until the job is opened anew, its state is of no use.
         self.broken = False
         #: The choice that is, or is being made, durable. Exactly these attempts are left in ``staged`` then.
         self.prepared: frozenset[StageAttempt] | None = None
 
-    def handle(self, request: Request) -> list[Instruction]:
-        if isinstance(request, Open):
+    def handle(self, request: JobRequest[Any]) -> list[WorkerInstruction]:
+        if isinstance(request, OpenJob):
             return self._open(request)
         refusal = self._check_generation(request)
         if refusal is not None:
@@ -80,10 +150,8 @@ class TransactionMachine:
                 return [self._wrong_epoch(request)]
             case Read():
                 return [ServeState(self.committed)]
-            case Stage():
-                return self._stage(request)
-            case Seal():
-                return self._seal(request)
+            case Write():
+                return self._write(request)
             case ReportSeals():
                 return [AnswerSeals(frozenset(a for a, sealed in self.staged.items() if sealed))]
             case Prepare():
@@ -102,6 +170,7 @@ class TransactionMachine:
         assert self.folded <= self.committed <= self.folded + 1, vars(self)
         assert (self.committed_by is None) == (self.committed == NO_EPOCH), vars(self)
         assert (self.folded_by is None) == (self.folded == NO_EPOCH), vars(self)
+        assert self.parts.keys() == self.staged.keys(), vars(self)
         if self.running is None:
             assert not self.staged, vars(self)
             assert self.prepared is None, vars(self)
@@ -113,7 +182,7 @@ class TransactionMachine:
             assert self.prepared == self.staged.keys(), vars(self)
             assert all(self.staged.values()), vars(self)
 
-    def _open(self, request: Open) -> list[Instruction]:
+    def _open(self, request: OpenJob) -> list[WorkerInstruction]:
         goal = (request.committed_epoch, request.committed_by)
         if self.generation is not None and request.generation < self.generation:
             return [self._fenced(request.generation)]
@@ -124,7 +193,7 @@ class TransactionMachine:
                 return self._fold()
             if self._is_older(request):
                 return [self._refuse_wrong_epoch(f"opening at epoch {request.committed_epoch}")]
-        instructions: list[Instruction] = []
+        instructions: list[WorkerInstruction] = []
         if self.prepared is not None and goal == (self.running, self._run_id):
             # The manifest holds exactly what is prepared here; only the word to commit it was lost.
             instructions += self._add_layer()
@@ -139,7 +208,7 @@ class TransactionMachine:
         self.committed, self.committed_by = self.folded, self.folded_by = goal
         return [*instructions, ResetState(self.committed)]
 
-    def _open_anew(self, request: Open) -> list[Instruction]:
+    def _open_anew(self, request: OpenJob) -> list[WorkerInstruction]:
         """Nothing of what is here can be trusted."""
         if request.generation != self.generation:
             self.generation, self.run = request.generation, NO_RUN
@@ -148,13 +217,13 @@ class TransactionMachine:
         self.committed, self.committed_by = self.folded, self.folded_by = goal
         return [ResetState(self.committed)]
 
-    def _is_older(self, request: Open) -> bool:
+    def _is_older(self, request: OpenJob) -> bool:
         """Whether the request was overtaken: what it calls committed has been followed or replaced since."""
         if request.committed_epoch == self.committed and request.committed_by and self.committed_by:
             return request.committed_by < self.committed_by
         return request.committed_epoch < self.committed
 
-    def _begin(self, request: Begin) -> list[Instruction]:
+    def _begin(self, request: Begin) -> list[WorkerInstruction]:
         if request.run == self.run and (request.epoch == self.running or self._is_committed(request)):
             return []
         may_roll_back = request.epoch == self.committed and self.folded < self.committed
@@ -166,25 +235,32 @@ class TransactionMachine:
         self.running, self.run = request.epoch, request.run
         return instructions + self._fold()
 
-    def _stage(self, request: Stage) -> list[Instruction]:
-        if self.prepared is not None:
+    def _write(self, request: Write) -> list[WorkerInstruction]:
+        if request.chunk == 0:
+            return self._stage(request)
+        attempt, parts = request.staged, self.parts.get(request.staged, 0)
+        is_repeated = request.chunk < parts
+        if self.prepared is not None and not (is_repeated and self.staged[attempt]):
             return [self._already_prepared(request)]
-        again = request.attempt in self.staged
-        self.staged[request.attempt] = request.sealed
-        accept = AcceptChanges(request.attempt)
-        return [DiscardAttempt(request.attempt), accept] if again else [accept]
-
-    def _seal(self, request: Seal) -> list[Instruction]:
-        if self.staged.get(request.attempt):
+        if attempt not in self.staged or request.chunk > parts:
+            message = f"Changes of {attempt} are missing before part {request.chunk}. Let the task run again."
+            return [Refuse(Refusal.INCOMPLETE, message)]
+        self.staged[attempt] |= request.last
+        if is_repeated:
             return []
+        self.parts[attempt] += 1
+        return [AcceptChanges(attempt)]
+
+    def _stage(self, request: Write) -> list[WorkerInstruction]:
+        """Takes in the first part of an attempt's changes, in place of whatever the attempt has sent before."""
         if self.prepared is not None:
             return [self._already_prepared(request)]
-        if request.attempt not in self.staged:
-            return [Refuse(Refusal.NOT_SEALED, f"{request.attempt} has sent no changes; let the task run again.")]
-        self.staged[request.attempt] = True
-        return []
+        attempt = request.staged
+        discarded = self._discard([attempt]) if attempt in self.staged else []
+        self.staged[attempt], self.parts[attempt] = request.last, 1
+        return [*discarded, AcceptChanges(attempt)]
 
-    def _prepare(self, request: Prepare) -> list[Instruction]:
+    def _prepare(self, request: Prepare) -> list[WorkerInstruction]:
         if self.prepared is not None and self.prepared != request.chosen:
             return [self._already_prepared(request)]
         incomplete = sorted(attempt for attempt in request.chosen if not self.staged.get(attempt))
@@ -192,10 +268,12 @@ class TransactionMachine:
             message = f"{incomplete[0]} is not sealed here, nor are {len(incomplete) - 1} others; run the epoch again."
             return [Refuse(Refusal.NOT_SEALED, message)]
         self.prepared = request.chosen
-        instructions: list[Instruction] = [WriteChangeFiles(request.epoch, self._run_id, tuple(sorted(request.chosen)))]
+        instructions: list[WorkerInstruction] = [
+            WriteChangeFiles(request.epoch, self._run_id, tuple(sorted(request.chosen)))
+        ]
         return instructions + self._discard(self.staged.keys() - request.chosen)
 
-    def _commit(self, request: Commit) -> list[Instruction]:
+    def _commit(self, request: Commit) -> list[WorkerInstruction]:
         if self._is_committed(request):
             return []
         if (self.running, self.run) != (request.epoch, request.run):
@@ -205,7 +283,7 @@ class TransactionMachine:
             return [Refuse(Refusal.WRONG_STEP, message)]
         return self._add_layer()
 
-    def _abort(self, request: Abort) -> list[Instruction]:
+    def _abort(self, request: Abort) -> list[WorkerInstruction]:
         if self._is_committed(request):
             message = f"Epoch {request.epoch} is committed and cannot be aborted any more."
             return [Refuse(Refusal.WRONG_STEP, message)]
@@ -220,39 +298,40 @@ class TransactionMachine:
         assert self.generation is not None
         return RunId(self.generation, self.run)
 
-    def _is_committed(self, request: EpochRequest) -> bool:
+    def _is_committed(self, request: EpochRequest[Any]) -> bool:
         """Whether the very run that the request belongs to is committed here."""
         return (self.committed, self.committed_by) == (request.epoch, RunId(request.generation, request.run))
 
-    def _add_layer(self) -> list[Instruction]:
+    def _add_layer(self) -> list[WorkerInstruction]:
         assert self.running is not None
         self.committed, self.committed_by = self.running, self._run_id
         self.running, self.prepared = None, None
         self.staged.clear()
+        self.parts.clear()
         return [AddLayer(self.committed)]
 
-    def _fold(self) -> list[Instruction]:
+    def _fold(self) -> list[WorkerInstruction]:
         """Fold the newest layer: the driver has shown that Spark committed its epoch."""
         if self.folded == self.committed:
             return []
         self.folded, self.folded_by = self.committed, self.committed_by
         return [FoldUpTo(self.folded)]
 
-    def _drop_layer(self) -> list[Instruction]:
+    def _drop_layer(self) -> list[WorkerInstruction]:
         self.committed, self.committed_by = self.folded, self.folded_by
         return [DropLayersAfter(self.committed)]
 
-    def _end_run(self) -> list[Instruction]:
+    def _end_run(self) -> list[WorkerInstruction]:
         self.running, self.prepared = None, None
         return self._discard(list(self.staged))
 
-    def _discard(self, attempts: Iterable[StageAttempt]) -> list[Instruction]:
+    def _discard(self, attempts: Iterable[StageAttempt]) -> list[WorkerInstruction]:
         ordered = sorted(attempts)
         for attempt in ordered:
-            del self.staged[attempt]
+            del self.staged[attempt], self.parts[attempt]
         return [DiscardAttempt(attempt) for attempt in ordered]
 
-    def _check_generation(self, request: Request) -> Refuse | None:
+    def _check_generation(self, request: JobRequest[Any]) -> Refuse | None:
         if self.generation is None or request.generation > self.generation:
             message = f"Generation {request.generation} has not opened the job on this worker; open it first."
             return Refuse(Refusal.NOT_OPEN, message)
@@ -272,7 +351,7 @@ class TransactionMachine:
         )
         return Refuse(Refusal.NOT_OPEN, message)
 
-    def _wrong_epoch(self, request: EpochRequest) -> Refuse:
+    def _wrong_epoch(self, request: EpochRequest[Any]) -> Refuse:
         return self._refuse_wrong_epoch(f"{type(request).__name__} for epoch {request.epoch}, run {request.run}")
 
     def _refuse_wrong_epoch(self, what: str) -> Refuse:
@@ -283,7 +362,7 @@ class TransactionMachine:
         )
         return Refuse(Refusal.WRONG_EPOCH, message)
 
-    def _already_prepared(self, request: Stage | Seal | Prepare) -> Refuse:
+    def _already_prepared(self, request: Write | Prepare) -> Refuse:
         message = (
             f"Epoch {request.epoch} is prepared with other attempts and takes no more changes; "
             "stop the task, or run the epoch again."

@@ -10,12 +10,13 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
+from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.engine.spark import python_worker
 from anabranch.engine.spark.frames import estimated_bytes
 from anabranch.engine.stages import EpochContext
 from anabranch.engine.tasks import TaskEpoch
-from anabranch.wire.routed import Answers, Expiry
+from anabranch.wire.routed import Answers
 
 #: What a stage's plan may depend on: a batch is the first epoch, and the only one.
 ONLY_EPOCH = EpochContext(epoch=0, previous_rows=None, previous_changes=0, complete=False)

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from anabranch.wire.routed import Answers, Expiry
+from anabranch.core.requests import Expiry
+from anabranch.wire.routed import Answers
 
 
 class StageState(Protocol):

@@ -19,6 +19,7 @@ from pyspark.sql.types import Row, StructField, StructType, TimestampNTZType, Ti
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
+from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.operators.keys import arrow_schema, check_key_fields, nullable_field
 from anabranch.operators.process import Program, declare_state, run_frames, run_rows
@@ -26,7 +27,7 @@ from anabranch.operators.process.declare import checked_time_mode
 from anabranch.operators.process.program import TimeMode
 from anabranch.operators.process.stage import LateRows
 from anabranch.testing.moments import milliseconds
-from anabranch.wire.routed import Answers, Expiry
+from anabranch.wire.routed import Answers
 from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores.options import StoreOptions
 

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from pyarrow import flight
@@ -21,14 +21,15 @@ from anabranch.core.errors import (
     LostWorkerError,
     WorkerError,
 )
+from anabranch.core.requests import Exchange, Request, RowRequest
 from anabranch.wire.credentials import Credentials
-from anabranch.wire.frames import joined, pack
-from anabranch.wire.messages import Request
+from anabranch.wire.frames import Tables, joined, pack
+from anabranch.wire.messages import TOKEN_HEADER, decode_answer, encode, encode_ticket, kind_of
+
+A = TypeVar("A")
 
 #: Connections that nobody has asked for in so long are closed.
 _IDLE_S = 300.0
-#: The header of every call: binary, because a token may be made of anything.
-TOKEN_HEADER = "anabranch-token-bin"
 #: Of an error on its way. It travels in headers, as it is and once more in base64, and gRPC takes 8 KiB of these.
 _ERROR_BYTES_MAX = 3000
 #: What a call fails with: a status that Flight has no class for is an OSError.
@@ -63,41 +64,44 @@ class WorkerClient:
         headers = [(TOKEN_HEADER.encode(), self._credentials.token.encode())]
         return flight.FlightCallOptions(timeout=timeout_s, headers=headers)
 
-    def call(
-        self,
-        request: Request,
-        tables: Mapping[str, pa.Table] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> tuple[dict[str, Any], dict[str, pa.Table]]:
-        """Send a request and return the answer's header and tables."""
-        action = flight.Action(request.kind(), pack(request.header(), tables))
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        try:
-            answer = [result.body for result in self._flight.do_action(action, self._options(limit_s))]
-        except _FAILURES as error:
-            raise self._translate(error, request, limit_s) from None
-        return joined(answer)
+    def call(self, request: Request[A], *, timeout_s: float | None = None) -> A:
+        """Send a request and return the answer."""
+        document, _ = self._ask(request, None, self._timeout_s if timeout_s is None else timeout_s)
+        return decode_answer(request, document)
 
-    def stream(self, request: Request) -> Iterator[pa.RecordBatch]:
+    def exchange(self, request: Exchange, tables: Mapping[str, pa.Table]) -> Tables:
+        """Send a request with tables and return the tables of the answer."""
+        return self._ask(request, tables, self._timeout_s)[1]
+
+    def stream(self, request: RowRequest) -> Iterator[pa.RecordBatch]:
         """Send a request as a ticket and yield the record batches of the answer."""
-        ticket = flight.Ticket(json.dumps({"kind": request.kind(), **request.header()}).encode())
+        ticket = flight.Ticket(encode_ticket(request))
         try:
             for chunk in self._flight.do_get(ticket, self._options(self._timeout_s)):
                 yield chunk.data
         except _FAILURES as error:
             raise self._translate(error, request, self._timeout_s) from None
 
+    def _ask(
+        self, request: Request[Any], tables: Mapping[str, pa.Table] | None, timeout_s: float
+    ) -> tuple[dict[str, Any], Tables]:
+        action = flight.Action(kind_of(type(request)), pack(encode(request), tables))
+        try:
+            answer = [result.body for result in self._flight.do_action(action, self._options(timeout_s))]
+        except _FAILURES as error:
+            raise self._translate(error, request, timeout_s) from None
+        return joined(answer)
+
     def close(self) -> None:
         self._flight.close()
 
-    def _translate(self, error: Exception, request: Request, limit_s: float) -> AnabranchError:
-        text = str(error)
+    def _translate(self, error: Exception, request: Request[Any], limit_s: float) -> AnabranchError:
+        text, kind = str(error), kind_of(type(request))
         if (payload := _error_payload(text)) is not None:
             return _ERROR_KINDS.get(payload["kind"], WorkerError)(payload["message"])
         if isinstance(error, flight.FlightTimedOutError):
             return LostWorkerError(
-                f"The state worker at {self.address} did not answer {request.kind()!r} within {limit_s:g} s. "
+                f"The state worker at {self.address} did not answer {kind!r} within {limit_s:g} s. "
                 "See whether it is overloaded or stopped, or raise anabranch.requestTimeout."
             )
         # Nobody cancels a call here: it was cut off by the worker's end.
@@ -112,7 +116,7 @@ class WorkerClient:
                 "checkpoint."
             )
         first_line = text.splitlines()[0] if text else type(error).__name__
-        return WorkerError(f"The state worker at {self.address} failed on {request.kind()!r}: {first_line}")
+        return WorkerError(f"The state worker at {self.address} failed on {kind!r}: {first_line}")
 
 
 def _tls_failure(text: str, credentials: Credentials) -> str:

@@ -94,7 +94,7 @@ def unpack(buffer: pa.Buffer, *, thorough: bool = False) -> tuple[dict[str, Any]
     if position > size:
         raise _malformed("its header is cut off")
     try:
-        header = json.loads(buffer.slice(_PREFIX.size, head_length).to_pybytes())
+        header = read_json(buffer.slice(_PREFIX.size, head_length).to_pybytes())
         listed = [(str(name), int(length)) for name, length in header.pop("_tables")]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _malformed(f"its header cannot be read ({error})") from None
@@ -108,6 +108,17 @@ def unpack(buffer: pa.Buffer, *, thorough: bool = False) -> tuple[dict[str, Any]
         tables[name] = _deserialize(name, buffer.slice(position, length), thorough)
         position += length
     return header, tables
+
+
+def read_json(text: bytes) -> Any:
+    """A JSON document whose whole numbers all fit into 64 bits; raises a ValueError or RecursionError if it is none."""
+    return json.loads(text, parse_int=_int64)
+
+
+def _int64(digits: str) -> int:
+    if len(digits) > 18 and not (len(digits) <= 20 and -(2**63) <= int(digits) < 2**63):
+        raise ValueError("it has a number that is too large")
+    return int(digits)
 
 
 def slices(table: pa.Table) -> Iterator[tuple[int, pa.Table]]:

@@ -4,44 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from anabranch.core.answers import RouteTable
 from anabranch.core.errors import LostWorkerError
 from anabranch.core.gather import gathered
+from anabranch.core.ids import Attempt, Epoch, Generation, JobId, Partition, Run, WorkerId
 from anabranch.core.keygroups import key_groups_of
+from anabranch.core.requests import Expiry, LookUpRoute, Read, Write
 from anabranch.core.schemas import GROUP, HASH, INDEX, StageSpec
 from anabranch.wire import frames
 from anabranch.wire.client import WorkerClient, connections
 from anabranch.wire.credentials import Credentials
 from anabranch.wire.frames import Tables
-from anabranch.wire.messages import FURTHER_ROWS, KEYS, LookUpRoute, Read, Write
-
-#: Prefixes of the names of tables in the answer to a read: other rows of the groups, rows that are due, and the entries
-#: of other keys with such rows. These keys are in the table that has nothing but the prefix for a name.
-REST = "rest."
-EXPIRED = "expired."
-DUE = "due."
-
-
-@dataclass(frozen=True)
-class Expiry:
-    """Which rows of a state variable are due: those in which a time is not after another one.
-
-    The time is in a column of the variable's rows, of its key, sub-key or value, or in a field of one (else ""): a
-    timestamp, which counts in microseconds, or a number that counts as the reader likes. A null is never due.
-    """
-
-    variable: str
-    column: str
-    field: str
-    up_to: int
-    #: Whether rows of key groups of which some state is still on its way are brought now. Else they are found later.
-    whole: bool = True
+from anabranch.wire.messages import DUE, EXPIRED, FURTHER_ROWS, KEYS, REST
 
 
 @dataclass(frozen=True)
@@ -64,18 +45,25 @@ class Answers:
 class Routing:
     """Which worker owns which key group, as far as a task has to know."""
 
-    workers: tuple[str, ...]
+    workers: tuple[WorkerId, ...]
     addresses: tuple[str, ...]
     #: For each key group the index of its owner in `workers`.
     owners: npt.NDArray[np.int16]
+
+    def to_table(self) -> RouteTable:
+        return RouteTable(workers=self.workers, addresses=self.addresses, owners=tuple(self.owners.tolist()))
+
+    @staticmethod
+    def of(table: RouteTable) -> Routing:
+        return Routing(table.workers, table.addresses, np.array(table.owners, dtype=np.int16))
 
 
 @dataclass(frozen=True)
 class StageAccess:
     """All that a task needs to reach its stage's state under one route. Shipped with the task."""
 
-    job: str
-    generation: int
+    job: JobId
+    generation: Generation
     key_groups: int
     stage: StageSpec
     routing: Routing
@@ -95,10 +83,10 @@ class RoutedState:
 
     def __init__(self, access: StageAccess, *, epoch: int, run: int, partition: int, attempt: int) -> None:
         self._access = access
-        self._epoch = epoch
-        self._run = run
-        self._partition = partition
-        self._attempt = attempt
+        self._epoch = Epoch(epoch)
+        self._run = Run(run)
+        self._partition = Partition(partition)
+        self._attempt = Attempt(attempt)
         self._late_rows = 0
         #: The hashes of the keys of all rows that have come, until they are told.
         self._came: list[npt.NDArray[np.int64]] = []
@@ -151,7 +139,7 @@ class RoutedState:
     def _ask(self, routing: Routing, worker: int, asked: _Asked, rows: npt.NDArray[np.int64] | None) -> Answers:
         access = self._access
         mine = asked.keys if rows is None else gathered(asked.keys, rows)
-        groups = self.groups[routing.owners[self.groups] == worker].tolist()
+        groups = tuple(self.groups[routing.owners[self.groups] == worker].tolist())
         load: Tables = {}
         if (further := asked.further) is not None:
             load[FURTHER_ROWS] = further.filter(routing.owners[further.column(GROUP).to_numpy()] == worker)
@@ -164,13 +152,14 @@ class RoutedState:
                 epoch=self._epoch,
                 run=self._run,
                 stage=access.stage.number,
-                groups=groups if asked.others or asked.expiries else [],
+                groups=groups if asked.others or asked.expiries else (),
                 hashes=hashes,
                 rest=asked.rest,
-                expired=[asdict(expiry) for expiry in asked.expiries] if number == 0 else [],
-                due=None if asked.due is None else asdict(asked.due),
+                expired=tuple(asked.expiries) if number == 0 else (),
+                due=asked.due,
             )
-            _, tables = self._client(routing, worker).call(request, {KEYS: chunk, **(load if number == 0 else {})})
+            sent = {KEYS: chunk, **(load if number == 0 else {})}
+            tables = self._client(routing, worker).exchange(request, sent)
             found, due = _named(tables, ""), _named(tables, DUE)
             if rows is not None:
                 at = rows if at is None else rows[at]
@@ -201,7 +190,7 @@ class RoutedState:
                 last=number == len(messages) - 1,
                 late=late if number == 0 else 0,
             )
-            self._client(routing, worker).call(request, tables)
+            self._client(routing, worker).exchange(request, tables)
 
     def _routing(self) -> Routing:
         access = self._access
@@ -211,11 +200,9 @@ class RoutedState:
         silent: list[LostWorkerError] = []
         for worker in self._whom_to_ask():
             try:
-                header, _ = self._client(access.routing, worker).call(request)
+                return Routing.of(self._client(access.routing, worker).call(request))
             except LostWorkerError as error:
                 silent.append(error)
-            else:
-                return decode_routing(header)
         raise silent[0]
 
     def _whom_to_ask(self) -> list[int]:
@@ -286,23 +273,6 @@ class _Asked:
         return self.rest or self.due is not None
 
 
-def encode_routing(routing: Routing) -> dict[str, Any]:
-    """The routing as JSON."""
-    return {
-        "workers": list(routing.workers),
-        "addresses": list(routing.addresses),
-        "owners": routing.owners.tolist(),
-    }
-
-
-def decode_routing(document: Mapping[str, Any]) -> Routing:
-    return Routing(
-        workers=tuple(document["workers"]),
-        addresses=tuple(document["addresses"]),
-        owners=np.array(document["owners"], dtype=np.int16),
-    )
-
-
 def _named(tables: Tables, prefix: str) -> Tables:
     """The tables with this prefix, without it; for no prefix, those of plain variables."""
     if prefix:
@@ -310,14 +280,14 @@ def _named(tables: Tables, prefix: str) -> Tables:
     return {name: table for name, table in tables.items() if not name.startswith((REST, EXPIRED, DUE))}
 
 
-#: Keys of one message: where they are among all, None if they are all; the keys; and the range of hashes, if it counts.
-_Question = tuple[npt.NDArray[np.int64] | None, pa.Table, list[int]]
+#: Keys of one message: where they are among all (None: they are all), the keys, and the range of hashes, if any.
+_Question = tuple[npt.NDArray[np.int64] | None, pa.Table, tuple[int, int] | None]
 
 
 def _chunks(keys: pa.Table) -> Iterator[_Question]:
     """The keys in messages of bounded size, one after the other."""
     for start, chunk in frames.slices(keys):
-        yield None if len(chunk) == len(keys) else np.arange(start, start + len(chunk)), chunk, []
+        yield None if len(chunk) == len(keys) else np.arange(start, start + len(chunk)), chunk, None
 
 
 def _ranges(keys: pa.Table) -> Iterator[_Question]:
@@ -326,7 +296,7 @@ def _ranges(keys: pa.Table) -> Iterator[_Question]:
     Whoever asks for other keys than these asks in every message for those of its range: each is asked for once.
     """
     if keys.nbytes <= frames.MESSAGE_BYTES:
-        yield None, keys, []
+        yield None, keys, None
         return
     hashes = keys.column(HASH).to_numpy()
     order = np.argsort(hashes)
@@ -336,7 +306,7 @@ def _ranges(keys: pa.Table) -> Iterator[_Question]:
     firsts = [_HASHES.min, *(int(hashes[start]) for start in starts[1:])]
     lasts = [*(first - 1 for first in firsts[1:]), _HASHES.max]
     for start, end, first, last in zip(starts, [*starts[1:], len(keys)], firsts, lasts, strict=True):
-        yield order[start:end], in_order.slice(start, end - start), [int(first), int(last)]
+        yield order[start:end], in_order.slice(start, end - start), (int(first), int(last))
 
 
 def _renumbered(answers: pa.Table, at: npt.NDArray[np.int64]) -> pa.Table:

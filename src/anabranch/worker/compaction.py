@@ -28,12 +28,13 @@ from anabranch.checkpoint import paths
 from anabranch.checkpoint.datafiles import read_changes, read_snapshot_rows, write_snapshot_rows
 from anabranch.checkpoint.generations import check_generation, latest_generation
 from anabranch.checkpoint.job import read_job
-from anabranch.checkpoint.manifests import ChangeFile, Snapshot, SnapshotFile, write_snapshot
+from anabranch.checkpoint.manifests import Snapshot, write_snapshot
 from anabranch.checkpoint.statefiles import StateFiles, state_files
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import AnabranchError, CheckpointError
 from anabranch.core.ids import Epoch, Generation
 from anabranch.core.schemas import Layout, Op, StageSpec, VariableKind
+from anabranch.core.state_files import ChangeFile, SnapshotFile
 from anabranch.worker.state.entry_merge import EntryMerge
 from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import open_store

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from anabranch.checkpoint.datafiles import read_changes, write_changes
 from anabranch.checkpoint.evolution import obstacles, to_layout
-from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.schemas import Layout, Op, VariableKind, VariableSpec
+from anabranch.core.state_files import ChangeFile
 
 _LEAVES: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.int8(): st.integers(-(2**7), 2**7 - 1),

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from anabranch.checkpoint.datafiles import write_changes
-from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.schemas import HASH, INDEX, POSITION, Layout, Op, VariableKind, VariableSpec
+from anabranch.core.state_files import ChangeFile
 from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import open_store
 from anabranch.worker.transfer.checkpoint_transfer import CheckpointTransfer

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 from anabranch.checkpoint import datafiles as checkpoint_changes
 from anabranch.checkpoint.datafiles import read_changes, write_changes
-from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.paths import change_file, variable_folder
 from anabranch.checkpoint.storage import Storage
 from anabranch.core import gather
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import Epoch, Generation, StageNumber, WorkerId
+from anabranch.core.ids import Epoch, Generation, Run, StageNumber, WorkerId
 from anabranch.core.keygroups import key_groups_of
-from anabranch.core.requests import Run
 from anabranch.core.schemas import HASH, Layout, Op, StageSpec, VariableKind, VariableSpec
+from anabranch.core.state_files import ChangeFile
 
 GROUPS = 64
 

@@ -4,20 +4,13 @@ import pytest
 
 from anabranch.checkpoint.documents import FORMAT_VERSION, encode
 from anabranch.checkpoint.generations import claim_generation
-from anabranch.checkpoint.manifests import (
-    ChangeFile,
-    Manifest,
-    newest_writers,
-    read_manifest,
-    remove_after,
-    write_manifest,
-)
+from anabranch.checkpoint.manifests import Manifest, newest_writers, read_manifest, remove_after, write_manifest
 from anabranch.checkpoint.paths import manifest_file
 from anabranch.checkpoint.statefiles import state_files
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, FencedError
-from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion, StageNumber, WorkerId
-from anabranch.core.requests import Run
+from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion, Run, StageNumber, WorkerId
+from anabranch.core.state_files import ChangeFile
 
 
 def manifest_of(epoch: int, generation: int = 1, **other: object) -> Manifest:

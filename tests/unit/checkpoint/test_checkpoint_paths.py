@@ -2,8 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.checkpoint import paths
-from anabranch.core.ids import Epoch, Generation, RouteVersion, WorkerId
-from anabranch.core.requests import Run
+from anabranch.core.ids import Epoch, Generation, RouteVersion, Run, WorkerId
 
 
 def test_a_change_file_is_found_by_stage_variable_epoch_generation_run_and_worker() -> None:

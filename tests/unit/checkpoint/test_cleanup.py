@@ -12,20 +12,12 @@ from hypothesis import strategies as st
 
 from anabranch.checkpoint import paths
 from anabranch.checkpoint.cleanup import CleanedUp, Policy, clean_up, retained_epochs
-from anabranch.checkpoint.manifests import (
-    ChangeFile,
-    Manifest,
-    Snapshot,
-    SnapshotFile,
-    snapshot_epochs,
-    write_manifest,
-    write_snapshot,
-)
+from anabranch.checkpoint.manifests import Manifest, Snapshot, snapshot_epochs, write_manifest, write_snapshot
 from anabranch.checkpoint.statefiles import Documents, StateFiles, state_files
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion, StageNumber, WorkerId
-from anabranch.core.requests import Run
+from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion, Run, StageNumber, WorkerId
+from anabranch.core.state_files import ChangeFile, SnapshotFile
 
 NOW = 1_700_000_000.0
 HOUR = 3600.0

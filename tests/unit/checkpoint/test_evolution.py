@@ -8,12 +8,12 @@ import pytest
 
 from anabranch.checkpoint.datafiles import read_changes, write_changes
 from anabranch.checkpoint.evolution import MEANING, obstacles, to_layout
-from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.checkpoint.paths import generation_of, shape_file
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Generation, StageNumber, WorkerId
 from anabranch.core.schemas import Layout, Op, VariableKind, VariableSpec
+from anabranch.core.state_files import ChangeFile
 
 INT8, INT16, INT32, INT64 = pa.int8(), pa.int16(), pa.int32(), pa.int64()
 FLOAT, DOUBLE, STRING = pa.float32(), pa.float64(), pa.string()

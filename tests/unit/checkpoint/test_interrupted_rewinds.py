@@ -12,8 +12,7 @@ from anabranch.checkpoint import rewind
 from anabranch.checkpoint.manifests import Manifest, write_manifest
 from anabranch.checkpoint.sparklog import last_committed_epoch, last_planned_epoch
 from anabranch.checkpoint.storage import Storage
-from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion
-from anabranch.core.requests import Run
+from anabranch.core.ids import NO_EPOCH, Epoch, Generation, RouteVersion, Run
 
 #: Of seven epochs that Spark has planned it has committed all but the last; three are durable.
 PLANNED, COMMITTED, DURABLE = 7, 6, 3

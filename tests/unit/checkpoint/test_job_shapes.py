@@ -15,8 +15,7 @@ from anabranch.checkpoint.manifests import Manifest, write_manifest
 from anabranch.checkpoint.shapes import former_places
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError, FencedError
-from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion, StageNumber
-from anabranch.core.requests import Run
+from anabranch.core.ids import Epoch, Generation, JobId, RouteVersion, Run, StageNumber
 from anabranch.core.schemas import JOIN_TYPE, MEANING, OPERATOR, StageSpec, VariableKind, VariableSpec
 
 COUNT, TOTAL = pa.field("count", pa.int64(), nullable=False), pa.field("total", pa.int64())

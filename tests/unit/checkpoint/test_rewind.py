@@ -9,8 +9,7 @@ from anabranch.checkpoint.manifests import Manifest, newest_writers, write_manif
 from anabranch.checkpoint.sparklog import last_committed_epoch
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import Epoch, Generation, RouteVersion
-from anabranch.core.requests import Run
+from anabranch.core.ids import Epoch, Generation, RouteVersion, Run
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from anabranch.checkpoint import datafiles, paths
 from anabranch.checkpoint.datafiles import read_snapshot_rows, write_snapshot_rows
 from anabranch.checkpoint.documents import encode
-from anabranch.checkpoint.manifests import Snapshot, SnapshotFile, read_snapshot, snapshot_epochs, write_snapshot
+from anabranch.checkpoint.manifests import Snapshot, read_snapshot, snapshot_epochs, write_snapshot
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import Epoch, Generation
+from anabranch.core.ids import Epoch, Generation, Run
 from anabranch.core.keygroups import key_groups_of
-from anabranch.core.requests import Run
 from anabranch.core.schemas import GROUP, HASH, POSITION, Layout, StageSpec, VariableKind, VariableSpec
+from anabranch.core.state_files import SnapshotFile
 
 GROUPS = 32
 

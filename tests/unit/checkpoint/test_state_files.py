@@ -10,10 +10,8 @@ from anabranch.checkpoint.documents import FORMAT_VERSION
 from anabranch.checkpoint.generations import claim_generation
 from anabranch.checkpoint.job import JobDescription, create_or_check, save_shape
 from anabranch.checkpoint.manifests import (
-    ChangeFile,
     Manifest,
     Snapshot,
-    SnapshotFile,
     remove_after,
     snapshot_epochs,
     write_manifest,
@@ -22,9 +20,9 @@ from anabranch.checkpoint.manifests import (
 from anabranch.checkpoint.statefiles import Documents, newest_whole_epoch, state_files
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.errors import CheckpointError
-from anabranch.core.ids import NO_EPOCH, Epoch, Generation, JobId, RouteVersion, StageNumber, WorkerId
-from anabranch.core.requests import Run
+from anabranch.core.ids import NO_EPOCH, Epoch, Generation, JobId, RouteVersion, Run, StageNumber, WorkerId
 from anabranch.core.schemas import StageSpec
+from anabranch.core.state_files import ChangeFile, SnapshotFile
 from support.written_checkpoint import WrittenCheckpoint
 
 

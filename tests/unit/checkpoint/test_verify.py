@@ -15,11 +15,12 @@ from anabranch.checkpoint import paths
 from anabranch.checkpoint.cleanup import clean_up
 from anabranch.checkpoint.documents import checksum_of
 from anabranch.checkpoint.generations import claim_generation
-from anabranch.checkpoint.manifests import SnapshotFile, read_manifest, read_snapshot, write_manifest, write_snapshot
+from anabranch.checkpoint.manifests import read_manifest, read_snapshot, write_manifest, write_snapshot
 from anabranch.checkpoint.storage import Storage
 from anabranch.checkpoint.verify import Report, describe, verify
 from anabranch.core.ids import Epoch, Generation
 from anabranch.core.schemas import StageSpec
+from anabranch.core.state_files import SnapshotFile
 from anabranch.worker.compaction import compact
 from support.written_checkpoint import WrittenCheckpoint
 

@@ -12,8 +12,7 @@ from anabranch.checkpoint.statefiles import StateFiles
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.epochs.durability import Durability
 from anabranch.control.owned_checkpoint import Committed, OwnedCheckpoint, claim
-from anabranch.core.ids import NO_EPOCH, Epoch, RouteVersion
-from anabranch.core.requests import Run
+from anabranch.core.ids import NO_EPOCH, Epoch, RouteVersion, Run
 from support.rescaling import wait_until
 
 

@@ -22,9 +22,9 @@ from anabranch.control.membership.fork_server import Child, ForkServer
 from anabranch.control.membership.launcher import EmbeddedWorkers, WorkerAddress
 from anabranch.core.errors import WorkerError
 from anabranch.core.ids import WorkerId
+from anabranch.core.requests import Health
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.credentials import Credentials
-from anabranch.wire.messages import Health
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +81,9 @@ def test_workers_are_ready_when_they_are_started_and_gone_when_they_are_stopped(
         assert [worker.worker for worker in started] == ["worker-1", "worker-2"]
         for worker in started:
             client = WorkerClient(worker.address, timeout_s=20, credentials=Credentials("secret"))
-            health, _ = client.call(Health())
+            health = client.call(Health())
             client.close()
-            assert (health["worker"], health["pid"], health["store"]) == (worker.worker, worker.pid, "rocksdb")
+            assert (health.worker, health.pid, health.store) == (worker.worker, worker.pid, "rocksdb")
             assert "secret" not in " ".join(psutil.Process(worker.pid).cmdline())
         assert len(list((tmp_path / "state").iterdir())) == 2
     finally:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -19,9 +20,9 @@ from anabranch.control.owned_checkpoint import claim
 from anabranch.control.resume import resume
 from anabranch.core.errors import EpochError, FencedError, LostWorkerError
 from anabranch.core.ids import Generation, StageNumber, WorkerId
+from anabranch.core.requests import Assign
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.core.settings import Settings
-from anabranch.wire.messages import Assign
 from support.worker_stand_in import NoSupply, StandIn, Supply, membership
 
 VARIABLE = VariableSpec("v", VariableKind.VALUE, pa.schema([("n", pa.int64())]))
@@ -43,11 +44,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     yield make
     for coordinator in made:
-        coordinator.cluster._watch.stop()
+        coordinator.cluster._heartbeat.stop()
 
 
 def groups_of(worker: StandIn) -> list[int]:
-    return [request for request in worker.requests if isinstance(request, Assign)][-1].groups
+    return list([request for request in worker.requests if isinstance(request, Assign)][-1].groups)
 
 
 def run(coordinator: Coordinator, epoch: int) -> None:
@@ -112,9 +113,9 @@ def test_a_worker_lost_at_the_commit_point_is_replaced_before_the_next_epoch(mak
     two.gone = True
     run(coordinator, 1)
     last = [request for request in one.requests if isinstance(request, Assign)][-1]
-    assert last.groups == list(range(8))
+    assert last.groups == tuple(range(8))
     assert last.epoch == 0
-    assert [file["path"] for file in last.changes] == [
+    assert [file.path for file in last.changes] == [
         "anabranch/changes/one-0.parquet",
         "anabranch/changes/two-0.parquet",
     ]
@@ -157,9 +158,9 @@ def test_a_worker_lost_during_a_repair_is_repaired_as_well(make: Make) -> None:
     two.gone = True
     coordinator.cluster.note_lost(WorkerId("two"))
 
-    def die_at_assign(request: object, timeout_s: float | None = None) -> tuple[dict[str, object], dict[str, object]]:
+    def die_at_assign(request: Any, timeout_s: float | None = None) -> Any:
         three.gone = three.gone or isinstance(request, Assign)
-        return StandIn.call(three, request, timeout_s)  # type: ignore[arg-type]
+        return StandIn.call(three, request, timeout_s)
 
     three.call = die_at_assign  # type: ignore[method-assign,assignment]
     run(coordinator, 0)

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from anabranch.control.coordinator import Coordinator
+from anabranch.core import requests
 from anabranch.core.errors import CheckpointError, EpochError, LostWorkerError
 from anabranch.core.ids import WorkerId
 from anabranch.core.membership_events import RescaleState
-from anabranch.wire import messages
+from anabranch.wire.messages import kind_of
 from support.rescaling import (
     KEY_GROUPS,
     FailingSupply,
@@ -51,7 +52,7 @@ class DiesAt(StandIn):
         self.kind = kind
 
     def call(self, request, timeout_s=None):  # type: ignore[no-untyped-def]
-        self.gone = self.gone or request.kind() == self.kind
+        self.gone = self.gone or kind_of(type(request)) == self.kind
         return super().call(request, timeout_s)
 
 
@@ -65,7 +66,7 @@ class Waits(StandIn):
 
     def call(self, request, timeout_s=None):  # type: ignore[no-untyped-def]
         answer = super().call(request, timeout_s)
-        if request.kind() == self.kind:
+        if kind_of(type(request)) == self.kind:
             self.was_asked.set()
             assert self.may_answer.wait(30)
         return answer
@@ -145,7 +146,7 @@ def test_a_worker_that_stays_and_is_lost_during_a_change_is_left_out(make: Make,
     run(coordinator, 0)
 
     def die_at_assign(request, timeout_s=None):  # type: ignore[no-untyped-def]
-        two.gone = two.gone or request.kind() == "assign"
+        two.gone = two.gone or kind_of(type(request)) == "assign"
         return StandIn.call(two, request, timeout_s)
 
     two.call = die_at_assign  # type: ignore[method-assign]
@@ -155,7 +156,7 @@ def test_a_worker_that_stays_and_is_lost_during_a_change_is_left_out(make: Make,
     assert coordinator.route.workers == ("one",)
     assert groups_of(one) == list(range(KEY_GROUPS))
     # The lost one is no source any more, and the one that leaves is.
-    assert {offer["address"] for offer in assigns(one)[-1].peers} == {"three:1"}
+    assert {offer.address for offer in assigns(one)[-1].peers} == {"three:1"}
 
 
 def test_a_worker_that_is_lost_before_it_could_leave_is_lost(make: Make, one: StandIn, two: StandIn) -> None:
@@ -200,8 +201,8 @@ def test_the_loss_of_the_former_owner_leads_its_groups_back_from_the_checkpoint(
     two.gone = True
     coordinator.cluster.report_lost(WorkerId("two"), "silent")
     run(coordinator, 1)
-    offers = {offer["address"]: offer["groups"] for offer in assigns(one)[-1].peers}
-    assert offers == {"three:1": assigns(three)[0].groups}
+    offers = {offer.address: list(offer.groups) for offer in assigns(one)[-1].peers}
+    assert offers == {"three:1": list(assigns(three)[0].groups)}
     assert groups_of(one) == list(range(KEY_GROUPS))
 
 
@@ -279,7 +280,7 @@ def test_the_end_of_one_migration_does_not_end_the_next_that_is_just_made(make: 
 
 
 def test_an_answer_from_before_a_change_says_nothing_about_what_moves_since(make: Make, one: StandIn) -> None:
-    two = Waits("two", "progress")
+    two = Waits("two", "report_progress")
     coordinator = pending_rescale(make, one, two)
     two.pending_groups = 0
     beat = threading.Thread(target=coordinator.cluster.on_beat)
@@ -364,4 +365,4 @@ def test_a_release_that_a_worker_does_not_hear_holds_up_nobody(make: Make, one: 
     handle = rescale(coordinator, 2)
     run(coordinator, 0)
     assert handle.wait(10)
-    assert [isinstance(request, messages.Release) for request in two.requests].count(True) == 1
+    assert [isinstance(request, requests.Release) for request in two.requests].count(True) == 1

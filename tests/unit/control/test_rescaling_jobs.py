@@ -7,11 +7,11 @@ import pytest
 
 from anabranch.checkpoint.manifests import newest_route
 from anabranch.checkpoint.storage import Storage
+from anabranch.core import requests
 from anabranch.core.ids import WorkerId
 from anabranch.core.membership_events import RescaleState
 from anabranch.core.pacing import ROWS_AT_FIRST
 from anabranch.core.routes import moves
-from anabranch.wire import messages
 from support.rescaling import (
     KEY_GROUPS,
     LoadedStandIn,
@@ -86,10 +86,11 @@ def test_every_worker_is_told_the_new_route_not_only_the_new_one(
     run(coordinator, 1)
     for worker in (one, two, three):
         assign = assigns(worker)[-1]
-        assert assign.groups == list(coordinator.route.groups_of(WorkerId(worker.name)))
+        assert assign.groups == coordinator.route.groups_of(WorkerId(worker.name))
         assert (assign.epoch, assign.number, assign.freeze) == (0, 1, True)
-        begin = [request for request in worker.requests if isinstance(request, messages.Begin)][-1]
-        assert begin.routing["workers"] == ["one", "two", "three"]
+        begin = [request for request in worker.requests if isinstance(request, requests.Begin)][-1]
+        assert begin.routing is not None
+        assert begin.routing.workers == ("one", "two", "three")
 
 
 def test_key_groups_are_offered_by_those_that_had_them_each_at_its_own_address(
@@ -100,11 +101,11 @@ def test_key_groups_are_offered_by_those_that_had_them_each_at_its_own_address(
     rescale(coordinator, 3)
     wait_until_started(coordinator)
     run(coordinator, 0)
-    offers = {offer["address"]: offer["groups"] for offer in assigns(three)[-1].peers}
+    offers = {offer.address: list(offer.groups) for offer in assigns(three)[-1].peers}
     assert sorted(group for groups in offers.values() for group in groups) == groups_of(three)
     for address, groups in offers.items():
         assert {before.owners[group] for group in groups} == {address.removesuffix(":1")}
-    assert assigns(one)[-1].peers == assigns(two)[-1].peers == []
+    assert assigns(one)[-1].peers == assigns(two)[-1].peers == ()
 
 
 def test_several_former_owners_are_offered_side_by_side(make: Make, one: StandIn, two: StandIn, three: StandIn) -> None:
@@ -112,7 +113,7 @@ def test_several_former_owners_are_offered_side_by_side(make: Make, one: StandIn
     run(coordinator, 0)
     rescale(coordinator, 1)
     run(coordinator, 1)
-    offers = {offer["address"] for offer in assigns(one)[-1].peers}
+    offers = {offer.address for offer in assigns(one)[-1].peers}
     assert offers == {"two:1", "three:1"}
 
 
@@ -123,7 +124,7 @@ def test_a_route_is_durable_before_any_worker_hears_of_it(
 
     class Inspection(StandIn):
         def call(self, request, timeout_s=None):  # type: ignore[no-untyped-def]
-            if isinstance(request, messages.Assign):
+            if isinstance(request, requests.Assign):
                 route = newest_route(Storage(str(tmp_path)))
                 assert route is not None
                 durable.append(route.workers)
@@ -163,7 +164,7 @@ def test_while_state_follows_the_drain_is_paced(make: Make, one: StandIn, two: S
     run(coordinator, 2)
     assert handle.wait(10)
     assert not run(coordinator, 3)["migrating"]
-    rows = [request.drain_rows for request in three.requests if isinstance(request, messages.Begin)]
+    rows = [request.drain_rows for request in three.requests if isinstance(request, requests.Begin)]
     assert rows[0] == ROWS_AT_FIRST
     assert rows[-1] == -1
 

@@ -8,7 +8,7 @@ import pytest
 from anabranch.core.errors import SettingsError
 from anabranch.core.ids import WorkerId
 from anabranch.core.membership_events import RescaleState
-from anabranch.wire.messages import OpenJob
+from anabranch.core.requests import OpenJob
 from support.rescaling import (
     KEY_GROUPS,
     LoadedStandIn,
@@ -164,7 +164,7 @@ def test_a_rescale_shares_out_the_load_not_only_the_groups(make: Make) -> None:
     assert handle.wait(10)
     owners = {coordinator.route.owners[group] for group in (0, 1)}
     assert owners == {"hot", "idle"}
-    offers = {offer["address"] for offer in assigns(idle)[-1].peers}
+    offers = {offer.address for offer in assigns(idle)[-1].peers}
     assert offers == {"hot:1"}
 
 

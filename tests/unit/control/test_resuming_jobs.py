@@ -5,17 +5,17 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from anabranch.checkpoint.manifests import ChangeFile, Manifest, newest_route, newest_writers, write_manifest
+from anabranch.checkpoint.manifests import Manifest, newest_route, newest_writers, write_manifest
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.membership.members import Membership, discover
 from anabranch.control.owned_checkpoint import OwnedCheckpoint, claim
 from anabranch.control.resume import resume
 from anabranch.core.errors import CheckpointError, LostWorkerError, SettingsError, WorkerError
-from anabranch.core.ids import Epoch, Generation, RouteVersion, StageNumber, WorkerId
-from anabranch.core.requests import Run
+from anabranch.core.ids import Epoch, Generation, RouteVersion, Run, RunId, StageNumber, WorkerId
+from anabranch.core.requests import Assign, OpenJob
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+from anabranch.core.state_files import ChangeFile
 from anabranch.wire.credentials import Credentials
-from anabranch.wire.messages import Assign, OpenJob
 from support.worker_stand_in import StandIn, membership
 
 VARIABLE = VariableSpec("v", VariableKind.VALUE, pa.schema([("n", pa.int64())]))
@@ -36,7 +36,7 @@ def commit(job: OwnedCheckpoint, epoch: int, *, by_spark: bool = True) -> None:
 
 def restored(worker: StandIn) -> list[tuple[list[int], list[str]]]:
     found = [request for request in worker.requests if isinstance(request, Assign)]
-    return [(request.groups, [Path(file["path"]).stem for file in request.changes]) for request in found]
+    return [(list(request.groups), [Path(file.path).stem for file in request.changes]) for request in found]
 
 
 def test_a_new_job_starts_empty_with_a_balanced_route(tmp_path: Path) -> None:
@@ -48,8 +48,8 @@ def test_a_new_job_starts_empty_with_a_balanced_route(tmp_path: Path) -> None:
     for worker in (one, two):
         opening, _ = worker.requests
         assert isinstance(opening, OpenJob)
-        assert (opening.committed_epoch, opening.committed_by, opening.key_groups) == (-1, [], 8)
-        assert StageSpec.from_json(opening.stages[0]) == SPEC
+        assert (opening.committed_epoch, opening.committed_by, opening.key_groups) == (-1, None, 8)
+        assert opening.stages == (SPEC,)
 
 
 def test_the_epochs_that_spark_committed_are_restored_by_key_group(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_the_epochs_that_spark_committed_are_restored_by_key_group(tmp_path: Pat
     assert restored(two) == [(list(route.groups_of(WorkerId("two"))), ["0", "1"])]
     opening = one.requests[0]
     assert isinstance(opening, OpenJob)
-    assert (opening.generation, opening.committed_epoch, opening.committed_by) == (2, 1, [1, 2])
+    assert (opening.generation, opening.committed_epoch, opening.committed_by) == (2, 1, RunId(Generation(1), Run(2)))
 
 
 def test_other_workers_get_another_route(tmp_path: Path) -> None:

@@ -6,17 +6,18 @@ from collections.abc import Callable
 
 import pytest
 
+from anabranch.core.answers import Refusal
 from anabranch.core.epoch_events import (
     AbortOn,
     BeginOn,
     CollectSeals,
     CommitOn,
     EpochBegun,
-    Event,
+    EpochEvent,
+    EpochInstruction,
     FailEpoch,
     Failure,
     FinishEpoch,
-    Instruction,
     ManifestFailed,
     ManifestWritten,
     PrepareOn,
@@ -34,8 +35,17 @@ from anabranch.core.epoch_events import (
 )
 from anabranch.core.epochs import EpochMachine, Step, choose_attempts
 from anabranch.core.errors import EpochError, FencedError
-from anabranch.core.ids import NO_EPOCH, Attempt, Epoch, Partition, StageNumber, WorkerId
-from anabranch.core.requests import Refusal, Run, StageAttempt, StagePartition
+from anabranch.core.ids import (
+    NO_EPOCH,
+    Attempt,
+    Epoch,
+    Partition,
+    Run,
+    StageAttempt,
+    StageNumber,
+    StagePartition,
+    WorkerId,
+)
 
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
 BOTH = frozenset({A, B})
@@ -62,15 +72,15 @@ class Driver:
     def __init__(self) -> None:
         self.machine = EpochMachine(NO_EPOCH)
 
-    def feed(self, *events: Event) -> list[Instruction]:
+    def feed(self, *events: EpochEvent) -> list[EpochInstruction]:
         """The instructions that the last event gives."""
-        instructions: list[Instruction] = []
+        instructions: list[EpochInstruction] = []
         for event in events:
             instructions = self.machine.handle(event)
             self.machine.check()
         return instructions
 
-    def begin(self, epoch: Epoch = E) -> list[Instruction]:
+    def begin(self, epoch: Epoch = E) -> list[EpochInstruction]:
         return self.feed(EpochBegun(epoch, BOTH, OWNERS))
 
     def run(self) -> None:
@@ -102,7 +112,7 @@ def driver() -> Driver:
     return Driver()
 
 
-def failure(instructions: list[Instruction]) -> FailEpoch:
+def failure(instructions: list[EpochInstruction]) -> FailEpoch:
     fail = instructions[-1]
     assert isinstance(fail, FailEpoch)
     assert fail.message
@@ -278,7 +288,7 @@ def test_events_of_an_earlier_run_are_ignored(driver: Driver) -> None:
     driver.begin()
     driver.feed(refused(B))
     driver.begin()
-    late: list[Event] = [
+    late: list[EpochEvent] = [
         WorkerBegan(R, A),
         SinkWritten(R),
         SealsReported(R, A, SEALED_A),
@@ -299,7 +309,7 @@ def test_events_of_an_earlier_run_are_ignored(driver: Driver) -> None:
 def test_events_that_belong_to_another_step_are_ignored(driver: Driver, reach: Callable[[Driver], object]) -> None:
     reach(driver)
     step = driver.machine.step
-    events: dict[Step, list[Event]] = {
+    events: dict[Step, list[EpochEvent]] = {
         Step.BEGINNING: [WorkerBegan(R, A)],
         Step.RUNNING: [TasksRan(R), SinkWritten(R), SinkFailed(R, "late")],
         Step.COLLECTING: [SealsReported(R, A, SEALED_A), SinkWritten(R), SinkFailed(R, "late")],

@@ -6,7 +6,7 @@ from anabranch.core import membership_events as events
 from anabranch.core.errors import EpochError, SettingsError
 from anabranch.core.ids import Epoch, WorkerId
 from anabranch.core.membership import FRUITLESS_TRIES_MAX, MembershipMachine
-from anabranch.core.membership_events import RescaleState, Wish
+from anabranch.core.membership_events import RescaleRequest, RescaleState
 from anabranch.core.routes import Route, initial_route
 
 KEY_GROUPS = 6
@@ -20,15 +20,15 @@ def machine(*workers: WorkerId, can_start: bool = True) -> MembershipMachine:
     return made
 
 
-def route_of(instructions: list[events.Instruction]) -> Route:
+def route_of(instructions: list[events.MembershipInstruction]) -> Route:
     (save,) = (each for each in instructions if isinstance(each, events.SaveRoute))
     return save.route
 
 
-def change(membership: MembershipMachine, next_epoch: int = 5) -> list[events.Instruction]:
+def change(membership: MembershipMachine, next_epoch: int = 5) -> list[events.MembershipInstruction]:
     """Makes a change in which nothing fails; all instructions."""
-    queue: list[events.Event] = [events.ChangeBegun(Epoch(next_epoch))]
-    done: list[events.Instruction] = []
+    queue: list[events.MembershipEvent] = [events.ChangeBegun(Epoch(next_epoch))]
+    done: list[events.MembershipInstruction] = []
     while queue:
         instructions = membership.handle(queue.pop(0))
         done += instructions
@@ -48,7 +48,7 @@ def change(membership: MembershipMachine, next_epoch: int = 5) -> list[events.In
 
 def test_more_workers_are_started_and_let_in_when_all_are_ready() -> None:
     membership = machine()
-    assert membership.handle(events.RescaleWanted(Wish(1, workers=3))) == [events.StartWorkers(1)]
+    assert membership.handle(events.RescaleWanted(RescaleRequest(1, workers=3))) == [events.StartWorkers(1)]
     assert not membership.is_ready
     assert membership.handle(events.WorkerStarted(C)) == []
     assert membership.is_ready
@@ -94,7 +94,7 @@ def test_a_change_that_failed_after_it_let_go_of_a_lost_worker_is_made_before_an
 
 def test_a_change_that_failed_after_its_route_was_saved_is_made_before_anything_else() -> None:
     membership = machine()
-    membership.handle(events.RescaleWanted(Wish(1, workers=1)))
+    membership.handle(events.RescaleWanted(RescaleRequest(1, workers=1)))
     assert not membership.is_urgent
     membership.handle(events.ChangeBegun(Epoch(5)))
     membership.handle(events.LoadMeasured(None))
@@ -199,7 +199,7 @@ def test_with_no_worker_left_and_none_to_be_started_the_change_fails() -> None:
 
 def test_a_loss_during_a_change_lets_it_start_over_with_what_was_asked_for() -> None:
     membership = machine(A, B, C)
-    membership.handle(events.RescaleWanted(Wish(1, parallelism={1: 4})))
+    membership.handle(events.RescaleWanted(RescaleRequest(1, parallelism={1: 4})))
     membership.handle(events.ChangeBegun(Epoch(5)))
     (assign,) = membership.handle(events.LoadMeasured(None))
     assert isinstance(assign, events.AssignGroups)
@@ -227,8 +227,8 @@ def test_a_change_is_given_up_when_tries_lead_nowhere() -> None:
 
 def test_a_start_that_fails_ends_what_waited_for_it() -> None:
     membership = machine()
-    membership.handle(events.RescaleWanted(Wish(1, workers=4)))
-    membership.handle(events.RescaleWanted(Wish(2, parallelism={1: 4})))
+    membership.handle(events.RescaleWanted(RescaleRequest(1, workers=4)))
+    membership.handle(events.RescaleWanted(RescaleRequest(2, parallelism={1: 4})))
     ended = membership.handle(events.StartFailed("no memory"))
     assert ended == [events.EndRescale(1, RescaleState.FAILED, "no memory")]
     assert membership.handle(events.StartFailed("no memory")) == []
@@ -237,8 +237,8 @@ def test_a_start_that_fails_ends_what_waited_for_it() -> None:
 
 def test_a_newer_number_replaces_an_older_one_and_inherits_its_parallelism() -> None:
     membership = machine()
-    membership.handle(events.RescaleWanted(Wish(1, workers=3, parallelism={1: 8})))
-    assert membership.handle(events.RescaleWanted(Wish(2, workers=4))) == [
+    membership.handle(events.RescaleWanted(RescaleRequest(1, workers=3, parallelism={1: 8})))
+    assert membership.handle(events.RescaleWanted(RescaleRequest(2, workers=4))) == [
         events.TakeOver(2, {1: 8}),
         events.EndRescale(1, RescaleState.REPLACED, "A newer rescale came before this one took effect."),
         events.StartWorkers(1),
@@ -250,7 +250,7 @@ def test_one_more_adds_to_the_change_that_is_being_made(succeeds: bool) -> None:
     membership, in_force = machine(A), {1: 2}
     workers, parallelism = membership.one_more(in_force)
     assert (workers, parallelism) == (2, {1: 3})
-    membership.handle(events.RescaleWanted(Wish(1, workers=workers, parallelism=parallelism)))
+    membership.handle(events.RescaleWanted(RescaleRequest(1, workers=workers, parallelism=parallelism)))
     membership.handle(events.WorkerStarted(B))
     membership.handle(events.ChangeBegun(Epoch(5)))
     assert membership.one_more(in_force) == (3, {1: 4})
@@ -268,7 +268,7 @@ def test_after_the_end_nothing_is_taken_on_and_whoever_waits_is_told() -> None:
         events.TakeLeave(C),
     ]
     with pytest.raises(SettingsError, match="The query has ended"):
-        membership.handle(events.RescaleWanted(Wish(2, workers=3)))
+        membership.handle(events.RescaleWanted(RescaleRequest(2, workers=3)))
     membership.starting = 1
     assert membership.handle(events.WorkerStarted(WorkerId("d"))) == [events.TakeLeave(WorkerId("d"))]
 

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
+from anabranch.core.answers import Refusal
 from anabranch.core.errors import WorkerError
-from anabranch.core.ids import NO_EPOCH, Epoch
-from anabranch.core.requests import (
-    Abort,
-    AddLayer,
-    AnswerSeals,
-    Begin,
-    Commit,
-    DiscardAttempt,
-    DropLayersAfter,
-    FoldUpTo,
-    Open,
-    Read,
-    Refusal,
-    ReportSeals,
-    Request,
-    ResetState,
-    Run,
-    RunId,
-)
-from support.transaction_worker import G1, G2, ONE, Worker, committed, run_id
+from anabranch.core.ids import NO_EPOCH, Epoch, Run, RunId
+from anabranch.core.requests import Abort, Begin, Commit, JobRequest, Read, ReportSeals
+from anabranch.core.transactions import AddLayer, AnswerSeals, DiscardAttempt, DropLayersAfter, FoldUpTo, ResetState
+from support.transaction_worker import G1, G2, JOB, ONE, READ, Worker, committed, opening, run_id
 
 
 @pytest.fixture
@@ -58,7 +42,7 @@ def test_an_older_generation_is_fenced_whatever_it_asks(worker: Worker) -> None:
     assert worker.refuses(worker.open(NO_EPOCH, None)) is Refusal.FENCED
     for answer in (worker.begin(0, 0), worker.stage(ONE), worker.prepare(ONE), worker.of(Commit, 0, 0)):
         assert worker.refuses(answer) is Refusal.FENCED
-    for answer in (worker.of(Abort, 0, 0), worker.of(Read, 0, 0), worker.of(ReportSeals, 0, 0)):
+    for answer in (worker.of(Abort, 0, 0), worker.of(Read, 0, 0, **READ), worker.of(ReportSeals, 0, 0)):
         assert worker.refuses(answer) is Refusal.FENCED
     assert worker.machine.staged == {ONE: True}
 
@@ -158,12 +142,12 @@ def test_a_late_open_of_the_same_generation_does_not_turn_back() -> None:
 @pytest.mark.parametrize(("epoch", "by"), [(Epoch(3), None), (NO_EPOCH, run_id(0))])
 def test_an_epoch_and_its_run_go_together(epoch: Epoch, by: RunId | None) -> None:
     with pytest.raises(WorkerError, match="manifest"):
-        Open(generation=G1, committed_epoch=epoch, committed_by=by)
+        opening(G1, epoch, by)
 
 
 def test_an_unknown_request_is_an_error(worker: Worker) -> None:
     with pytest.raises(WorkerError, match="of one version"):
-        worker.ask(Request(generation=G1))
+        worker.ask(JobRequest(job=JOB, generation=G1))
 
 
 def test_check_finds_a_broken_invariant(worker: Worker) -> None:
@@ -175,6 +159,6 @@ def test_check_finds_a_broken_invariant(worker: Worker) -> None:
 
 
 def test_requests_are_values() -> None:
-    request = Begin(generation=G1, epoch=Epoch(0), run=Run(0))
+    request = Begin(job=JOB, generation=G1, epoch=Epoch(0), run=Run(0))
     assert replace(request, run=Run(1)) != request
     assert hash(replace(request, run=Run(0))) == hash(request)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from anabranch.core.ids import NO_EPOCH, Epoch, Partition, StageNumber
-from anabranch.core.requests import (
-    Abort,
+from anabranch.core.answers import Refusal
+from anabranch.core.ids import NO_EPOCH, Epoch, Partition, StageNumber, StagePartition
+from anabranch.core.requests import Abort, Commit, EpochRequest, Prepare, Read, ReportSeals, Write
+from anabranch.core.transactions import (
     AcceptChanges,
     AddLayer,
     AnswerSeals,
-    Commit,
     DiscardAttempt,
     DropLayersAfter,
-    EpochRequest,
     FoldUpTo,
-    Prepare,
-    Read,
-    Refusal,
     Refuse,
-    ReportSeals,
-    Seal,
     ServeState,
-    Stage,
-    StagePartition,
     WriteChangeFiles,
 )
-from support.transaction_worker import ONE, OTHER, TWO, Worker, committed, run_id
+from support.transaction_worker import ONE, OTHER, READ, TWO, Worker, committed, run_id
 
 
 @pytest.fixture
@@ -42,10 +36,10 @@ def worker() -> Worker:
 
 def test_an_epoch_from_begin_to_commit(worker: Worker) -> None:
     assert worker.begin(0, 0) == []
-    assert worker.of(Read, 0, 0) == [ServeState(NO_EPOCH)]
+    assert worker.of(Read, 0, 0, **READ) == [ServeState(NO_EPOCH)]
     assert worker.stage(ONE, sealed=False) == [AcceptChanges(ONE)]
     assert worker.of(ReportSeals, 0, 0) == [AnswerSeals(frozenset())]
-    assert worker.of(Seal, 0, 0, attempt=ONE) == []
+    assert worker.seal(ONE, 0, 0) == [AcceptChanges(ONE)]
     assert worker.stage(OTHER) == [AcceptChanges(OTHER)]
     assert worker.of(ReportSeals, 0, 0) == [AnswerSeals(frozenset({ONE, OTHER}))]
     assert worker.prepare(OTHER, ONE) == [WriteChangeFiles(Epoch(0), run_id(0), (ONE, OTHER))]
@@ -56,7 +50,7 @@ def test_an_epoch_from_begin_to_commit(worker: Worker) -> None:
 def test_beginning_the_next_epoch_folds_the_last_one() -> None:
     worker = committed(1)
     assert worker.begin(1, 1) == [FoldUpTo(Epoch(0))]
-    assert worker.of(Read, 1, 1) == [ServeState(Epoch(0))]
+    assert worker.of(Read, 1, 1, **READ) == [ServeState(Epoch(0))]
 
 
 def test_preparing_discards_the_attempts_that_were_not_chosen(worker: Worker) -> None:
@@ -96,9 +90,9 @@ def test_two_attempts_of_one_task_are_kept_side_by_side(worker: Worker) -> None:
     assert worker.of(ReportSeals, 0, 0) == [AnswerSeals(frozenset({ONE, TWO}))]
 
 
-def test_sealing_what_was_never_staged_is_refused(worker: Worker) -> None:
+def test_a_last_part_without_those_before_it_is_refused(worker: Worker) -> None:
     worker.begin(0, 0)
-    assert worker.refuses(worker.of(Seal, 0, 0, attempt=ONE)) is Refusal.NOT_SEALED
+    assert worker.refuses(worker.seal(ONE, 0, 0)) is Refusal.INCOMPLETE
 
 
 def test_preparing_what_is_not_sealed_is_refused_and_changes_nothing(worker: Worker) -> None:
@@ -107,7 +101,7 @@ def test_preparing_what_is_not_sealed_is_refused_and_changes_nothing(worker: Wor
     worker.stage(OTHER, sealed=False)
     assert worker.refuses(worker.prepare(ONE, OTHER)) is Refusal.NOT_SEALED
     assert worker.refuses(worker.prepare(TWO)) is Refusal.NOT_SEALED
-    assert worker.of(Seal, 0, 0, attempt=OTHER) == []
+    assert worker.seal(OTHER, 0, 0) == [AcceptChanges(OTHER)]
     assert worker.prepare(ONE, OTHER) == [WriteChangeFiles(Epoch(0), run_id(0), (ONE, OTHER))]
 
 
@@ -117,7 +111,7 @@ def test_a_prepared_epoch_takes_no_more_changes(worker: Worker) -> None:
     worker.prepare(ONE)
     assert worker.refuses(worker.stage(TWO)) is Refusal.WRONG_STEP
     assert worker.refuses(worker.stage(ONE)) is Refusal.WRONG_STEP
-    assert worker.refuses(worker.of(Seal, 0, 0, attempt=TWO)) is Refusal.WRONG_STEP
+    assert worker.refuses(worker.seal(TWO, 0, 0)) is Refusal.WRONG_STEP
     assert worker.of(Commit, 0, 0) == [AddLayer(Epoch(0))]
 
 
@@ -126,12 +120,13 @@ def test_a_prepared_epoch_takes_no_more_changes(worker: Worker) -> None:
 
 def test_repeated_requests_change_nothing(worker: Worker) -> None:
     worker.begin(0, 0)
-    worker.stage(ONE)
+    worker.stage(ONE, sealed=False)
+    worker.seal(ONE)
     assert worker.begin(0, 0) == []
-    assert worker.of(Seal, 0, 0, attempt=ONE) == []
+    assert worker.seal(ONE, 0, 0) == []
     first = worker.prepare(ONE)
     assert worker.prepare(ONE) == first
-    assert worker.of(Seal, 0, 0, attempt=ONE) == []
+    assert worker.seal(ONE, 0, 0) == []
     assert worker.begin(0, 0) == []
     worker.of(Commit, 0, 0)
     assert worker.of(Commit, 0, 0) == []
@@ -155,9 +150,9 @@ def test_committing_what_is_not_prepared_is_refused(worker: Worker) -> None:
 @pytest.mark.parametrize(
     ("request_type", "fields"),
     [
-        (Read, {}),
-        (Stage, {"attempt": ONE}),
-        (Seal, {"attempt": ONE}),
+        (Read, READ),
+        (Write, {**ONE._asdict(), "chunk": 0, "last": False}),
+        (Write, {**ONE._asdict(), "chunk": 1, "last": True}),
         (ReportSeals, {}),
         (Prepare, {"chosen": frozenset()}),
         (Commit, {}),
@@ -165,7 +160,7 @@ def test_committing_what_is_not_prepared_is_refused(worker: Worker) -> None:
 )
 @pytest.mark.parametrize(("epoch", "run"), [(0, 0), (2, 1), (1, 0), (1, 2)])
 def test_another_epoch_or_run_than_the_current_one_is_refused(
-    request_type: type[EpochRequest], fields: dict[str, object], epoch: int, run: int
+    request_type: type[EpochRequest[Any]], fields: dict[str, object], epoch: int, run: int
 ) -> None:
     worker = committed(1)
     worker.begin(1, 1)
@@ -208,7 +203,7 @@ def test_running_a_prepared_epoch_again_discards_it(worker: Worker) -> None:
 def test_running_a_committed_epoch_again_drops_its_layer() -> None:
     worker = committed(2)
     assert worker.begin(1, 2) == [DropLayersAfter(Epoch(0))]
-    assert worker.of(Read, 1, 2) == [ServeState(Epoch(0))]
+    assert worker.of(Read, 1, 2, **READ) == [ServeState(Epoch(0))]
 
 
 def test_a_folded_epoch_cannot_be_run_again() -> None:

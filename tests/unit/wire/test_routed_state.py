@@ -9,23 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.core.answers import RouteTable
 from anabranch.core.errors import LostWorkerError
-from anabranch.core.ids import StageNumber
+from anabranch.core.ids import Generation, JobId, StageNumber
+from anabranch.core.requests import Expiry, LookUpRoute, Read, Write
 from anabranch.core.schemas import HASH, INDEX, OP, Op, StageSpec, VariableKind, VariableSpec
 from anabranch.wire import frames, routed
 from anabranch.wire.credentials import Credentials
-from anabranch.wire.messages import FURTHER_ROWS, KEYS, LookUpRoute, Read, Write
-from anabranch.wire.routed import (
-    DUE,
-    EXPIRED,
-    REST,
-    Expiry,
-    RoutedState,
-    Routing,
-    StageAccess,
-    decode_routing,
-    encode_routing,
-)
+from anabranch.wire.messages import DUE, EXPIRED, FURTHER_ROWS, KEYS, REST
+from anabranch.wire.routed import RoutedState, Routing, StageAccess
 
 SPEC = StageSpec(
     StageNumber(1),
@@ -61,26 +53,30 @@ class Workers:
         workers = self
 
         class Client:
-            def call(self, request: Any, tables: Any = None) -> Any:
+            def call(self, request: LookUpRoute) -> RouteTable:  # noqa: ARG002
+                return workers.route(address)
+
+            def exchange(self, request: Any, tables: Any) -> Any:
                 return workers.answer(address, request, tables)
 
         return Client()
 
-    def answer(self, address: str, request: Any, tables: Any) -> Any:
-        if isinstance(request, LookUpRoute):
-            self.route_questions.append(address)
-            if address in self.silent:
-                raise LostWorkerError(f"{address} does not answer.")
-            return encode_routing(self.routing), {}
+    def route(self, address: str) -> RouteTable:
+        self.route_questions.append(address)
+        if address in self.silent:
+            raise LostWorkerError(f"{address} does not answer.")
+        return self.routing.to_table()
+
+    def answer(self, address: str, request: Any, tables: Any) -> dict[str, pa.Table]:
         if isinstance(request, Write):
             self.writes[address].append((request, tables))
-            return {}, {}
+            return {}
         assert isinstance(request, Read)
         self.reads.append((address, request))
         if FURTHER_ROWS in tables:
             assert address not in self.further, "told once"
             self.further[address] = dict(zip(*tables[FURTHER_ROWS].to_pydict().values(), strict=True))
-        return {}, self.read(address, request, tables[KEYS])
+        return self.read(address, request, tables[KEYS])
 
     def read(self, address: str, request: Read, keys: pa.Table) -> dict[str, pa.Table]:
         self.check_owned(address, keys)
@@ -121,8 +117,8 @@ def routing_of(owners: list[int]) -> Routing:
 
 def access_to(routing: Routing, partitions: list[int], *, cache_route: bool = True) -> StageAccess:
     return StageAccess(
-        job="j",
-        generation=4,
+        job=JobId("0" * 32),
+        generation=Generation(4),
         key_groups=KEY_GROUPS,
         stage=SPEC,
         routing=routing,
@@ -316,7 +312,7 @@ def test_a_task_whose_worker_is_silent_asks_others_for_the_route(monkeypatch: py
 @steady
 def test_a_routing_comes_back_as_it_was(owners: list[int]) -> None:
     routing = routing_of(owners)
-    found = decode_routing(encode_routing(routing))
+    found = Routing.of(routing.to_table())
     assert (found.workers, found.addresses) == (routing.workers, routing.addresses)
     assert found.owners.dtype == np.int16
     assert found.owners.tolist() == owners

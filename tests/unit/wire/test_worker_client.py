@@ -9,13 +9,19 @@ import pyarrow as pa
 import pytest
 from pyarrow import flight
 
+from anabranch.core.answers import WorkerHealth
 from anabranch.core.errors import AnabranchError, CheckpointError, EpochError, FencedError, LostWorkerError, WorkerError
+from anabranch.core.ids import Epoch, WorkerId
+from anabranch.core.requests import FetchKeys, Health, Scan
 from anabranch.wire.client import Connections, WorkerClient, encode_error
 from anabranch.wire.credentials import Credentials
 from anabranch.wire.frames import pack, unpack
-from anabranch.wire.messages import Health, Scan
+from anabranch.wire.messages import encode
 
-SCAN = Scan(job="j", generation=1, epoch=2, stage=3, variable="v")
+ABOUT: dict[str, Any] = {"job": "0" * 32, "generation": 1, "stage": 3, "variable": "v"}
+SCAN = Scan(**ABOUT, epoch=Epoch(2))
+FETCH = FetchKeys(**ABOUT, as_of=Epoch(2))
+HEALTH = WorkerHealth(worker=WorkerId("w"), pid=7, store="memory", jobs=frozenset())
 
 
 class Worker(flight.FlightServerBase):
@@ -35,7 +41,7 @@ class Worker(flight.FlightServerBase):
         self.awake.wait(30)
         if self.error is not None:
             raise self.error
-        return iter([flight.Result(pack({"rows": 3}, tables))])
+        return iter([flight.Result(pack(encode(HEALTH), tables))])
 
     def do_get(self, _context: Any, ticket: flight.Ticket) -> flight.GeneratorStream:
         self.seen.append(("ticket", {"text": ticket.ticket}))
@@ -65,10 +71,10 @@ def client(worker: Worker) -> Iterator[WorkerClient]:
 
 def test_a_request_takes_the_token_and_tables_with_it(worker: Worker, client: WorkerClient) -> None:
     table = pa.table({"n": [1, 2]})
-    header, tables = client.call(Health(), {"keys": table})
-    assert header == {"rows": 3}
+    tables = client.exchange(FETCH, {"keys": table})
     assert tables["keys"].equals(table)
-    assert worker.seen == [("health", {})]
+    assert client.call(Health()) == HEALTH
+    assert worker.seen == [("fetch_keys", encode(FETCH)), ("health", {})]
 
 
 @pytest.mark.parametrize("kind", [WorkerError, FencedError, CheckpointError, EpochError])
@@ -93,7 +99,7 @@ def test_errors_of_any_length_arrive_as_what_they_are(
         with pytest.raises(EpochError, match=r"^It is wrong: .*\. Do this\.$"):
             ask()
     worker.error = None
-    assert client.call(Health())[0] == {"rows": 3}
+    assert client.call(Health()) == HEALTH
 
 
 def test_what_flight_has_no_error_for_is_an_error_of_the_worker(worker: Worker, client: WorkerClient) -> None:
@@ -145,7 +151,7 @@ def test_a_worker_that_ends_while_it_is_asked_is_lost(worker: Worker, client: Wo
 
 def test_a_stream_gives_batches_and_then_the_error(worker: Worker, client: WorkerClient) -> None:
     assert [batch.num_rows for batch in client.stream(SCAN)] == [2]
-    assert b'"kind": "scan"' in worker.seen[-1][1]["text"]
+    assert b'"kind":"scan"' in worker.seen[-1][1]["text"]
     worker.error = flight.FlightServerError(encode_error(EpochError("Epoch 2 is gone. Ask for a newer one.")))
     with pytest.raises(EpochError, match="Ask for a newer one"):
         list(client.stream(SCAN))

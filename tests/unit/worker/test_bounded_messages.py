@@ -14,13 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import flight
 
+from anabranch.core import requests
 from anabranch.core.errors import WorkerError
+from anabranch.core.ids import Epoch, Generation, Run, RunId
+from anabranch.core.requests import Expiry
 from anabranch.core.schemas import INDEX
-from anabranch.wire import frames, messages
-from anabranch.wire.routed import Answers, Expiry, RoutedState, Routing, StageAccess
+from anabranch.wire import frames
+from anabranch.wire.routed import Answers, RoutedState, Routing, StageAccess
 from anabranch.worker.state.variable_state import VariableState
 from support.keyed_state import KEY_GROUPS, KEYS, SPEC, STAGE, Entries, changes_to, entries, keys_table
-from support.state_workers import CREDENTIALS, JOB, Driver, MakeDriver, Service, fell_back, making, owned_by
+from support.state_workers import CREDENTIALS, JOB, Driver, MakeDriver, Service, attempt_of, fell_back, making, owned_by
 
 #: What a message has beside the rows: its header, the schema of each table, and the padding of each column.
 ROOM_BYTES = 6_000
@@ -97,12 +100,12 @@ def state_of(driver: Driver, attempt: int = 0) -> RoutedState:
 def commit(driver: Driver, changes: Mapping[str, Entries | None]) -> None:
     """What one task has written to all workers becomes part of the state."""
     for worker in driver.owning:
-        answer = worker.ask(messages.Prepare(**driver.numbers, chosen=[[STAGE, 0, 0]]))
-        driver.files += [file for _, file in answer["files"]]
+        answer = worker.ask(requests.Prepare(**driver.numbers, chosen=frozenset({attempt_of(0)})))
+        driver.files += [file for _, file in answer.files]
     for worker in driver.owning:
-        worker.ask(messages.Commit(**driver.numbers))
-    driver.epoch += 1
-    driver.committed_by = [driver.generation, driver.run]
+        worker.ask(requests.Commit(**driver.numbers))
+    driver.epoch = Epoch(driver.epoch + 1)
+    driver.committed_by = RunId(Generation(driver.generation), Run(driver.run))
     driver.model |= changes
     driver.model = {key: value for key, value in driver.model.items() if value is not None}
 
@@ -332,11 +335,11 @@ def test_a_message_beyond_all_limits_is_refused(make: MakeDriver, monkeypatch: p
     driver.begin()
     changes = changes_to({"key": large(1, 20_000)})
     monkeypatch.setattr(frames, "MESSAGE_BYTES_MAX", 30_000)
-    request = messages.Write(**driver.numbers, stage=STAGE, partition=0, attempt=0, chunk=0, last=True)
+    request = requests.Write(**driver.numbers, stage=STAGE, partition=0, attempt=0, chunk=0, last=True)
     with pytest.raises(WorkerError, match=r"would have \d+ bytes.*keep less under one key"):
-        driver.workers["a"].ask(request, changes)
+        driver.workers["a"].client.exchange(request, changes)
     # So does a worker that gets one from somebody who does not look.
-    action = flight.Action(request.kind(), pa.py_buffer(b"ANB1".ljust(30_001, b"\0")))
+    action = flight.Action("write", pa.py_buffer(b"ANB1".ljust(30_001, b"\0")))
     client = driver.workers["a"].client
     with pytest.raises(flight.FlightServerError, match="would have 30001 bytes"):
         list(client._flight.do_action(action, client._options(60)))

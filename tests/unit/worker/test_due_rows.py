@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from anabranch.core import requests
+from anabranch.core.requests import Expiry
 from anabranch.wire import messages
 from anabranch.wire.routed import DUE, EXPIRED
 from support.keyed_state import KEY_GROUPS, KEYS, SPEC, STAGE, Entries, entries, from_answers, group_of, keys_table
@@ -16,11 +18,11 @@ LATER = 1_000_000
 def asked(driver: Driver, up_to: int, *, whole: bool = True, variable: str = "total", column: str = "n") -> set[Any]:
     """The keys that the owners say are due, each with its number."""
     found = []
-    expiry = {"variable": variable, "column": column, "field": "", "up_to": up_to, "whole": whole}
+    expiry = Expiry(variable, column, "", up_to, whole)
     for worker in driver.owning:
         groups = driver.groups_of(worker.name)
-        request = messages.Read(**driver.numbers, stage=STAGE, groups=groups, expired=[expiry])
-        _, tables = worker.client.call(request, {messages.KEYS: keys_table([])})
+        request = requests.Read(**driver.numbers, stage=STAGE, groups=tuple(groups), expired=(expiry,))
+        tables = worker.client.exchange(request, {messages.KEYS: keys_table([])})
         found += [(row["k"], row[column]) for row in tables[EXPIRED + variable].to_pylist()]
     assert len(set(found)) == len(found) or variable == "seen"
     return set(found)
@@ -54,13 +56,13 @@ def due_with_entries(
     driver: Driver, keys: list[str], up_to: int
 ) -> tuple[dict[str, Entries], dict[str, Entries], list[str]]:
     """The entries of these keys; those of others of which something is due; and the names of these, as they came."""
-    expiry = {"variable": "seen", "column": "times", "field": "", "up_to": up_to, "whole": True}
+    expiry = Expiry("seen", "times", "", up_to)
     found, due, others = {}, {}, []
     for worker in driver.owning:
         mine = [key for key in keys if driver.owners[group_of(key)] == worker.name]
         groups = driver.groups_of(worker.name)
-        request = messages.Read(**driver.numbers, stage=STAGE, groups=groups, due=expiry)
-        _, tables = worker.client.call(request, {messages.KEYS: keys_table(mine)})
+        request = requests.Read(**driver.numbers, stage=STAGE, groups=tuple(groups), due=expiry)
+        tables = worker.client.exchange(request, {messages.KEYS: keys_table(mine)})
         came = tables[DUE].column("k").to_pylist()
         assert tables[DUE].schema == keys_table([]).schema
         others += came
@@ -101,11 +103,11 @@ def test_rows_that_are_due_come_from_the_former_owner_without_their_key_groups(
         driver.give(owned_by("b", EVEN))
         driver.begin()
         assert asked(driver, LATER - 1) == expected(driver, LATER - 1)
-        assert driver.progress("b")["pendingGroups"] == len(EVEN)
+        assert driver.progress("b").pending_groups == len(EVEN)
         assert former.asked["fetch_due"] == 1
         few = [key for key in driver.model if driver.model[key]["total"] < LATER and group_of(key) in EVEN]
         # Of the one variable that was asked for, all rows of these keys and no others.
-        assert driver.progress("b")["fetched_rows"] == len(few)
+        assert driver.progress("b").fetched_rows == len(few)
         # Nothing is asked for twice, and only what is due since.
         assert asked(driver, LATER - 1) == expected(driver, LATER - 1)
         assert former.asked["fetch_due"] == 1
@@ -163,7 +165,7 @@ def test_rows_that_are_due_pass_through_a_worker_that_still_waits_for_them(make:
             driver.begin()
             assert asked(driver, LATER - 1) == expected(driver, LATER - 1)
             assert former.asked["fetch_due"] == 1
-            assert driver.progress("c")["pendingGroups"] == len(EVEN)
+            assert driver.progress("c").pending_groups == len(EVEN)
 
 
 def test_a_time_may_be_in_the_entries_of_a_map(make: MakeDriver) -> None:

@@ -11,11 +11,13 @@ import pyarrow as pa
 import pytest
 from pyarrow import flight
 
+from anabranch.core import requests
 from anabranch.core.errors import WorkerError
 from anabranch.wire import messages
-from anabranch.wire.client import TOKEN_HEADER, WorkerClient
+from anabranch.wire.client import WorkerClient
 from anabranch.wire.credentials import Credentials
 from anabranch.wire.frames import pack
+from anabranch.wire.messages import TOKEN_HEADER, encode, kind_of
 from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.stores.shared import prefix_of
 from support.keyed_state import KEYS, SPEC, STAGE, changes_to, entries, keys_table
@@ -50,14 +52,14 @@ def send(one: Driver) -> Iterator[Send]:
 
 def assert_refused(one: Driver, attempt: Callable[[], Any], words: str = "") -> None:
     """The request fails with a sentence of the worker's, not with a failure inside it, and the job goes on."""
-    before, held = one.scan_all(), one.workers["a"].ask(messages.Health())
+    before, held = one.scan_all(), one.workers["a"].ask(requests.Health())
     with pytest.raises(flight.FlightError) as caught:
         attempt()
     text = str(caught.value)
     assert "anabranch:{" in text, text
     assert "See its log" not in text, text
     assert words in text, text
-    assert one.workers["a"].ask(messages.Health()) == held
+    assert one.workers["a"].ask(requests.Health()) == held
     assert one.scan_all() == before
     one.run_epoch(changed(one, KEYS[:5]))
 
@@ -97,7 +99,7 @@ def test_what_a_stranger_sends_is_not_even_read(send: Send, monkeypatch: pytest.
 def test_a_token_of_any_characters_is_taken(one: Driver) -> None:
     client = WorkerClient(one.workers["a"].address, timeout_s=20, credentials=Credentials("geheim-ß \u2003x"))
     with pytest.raises(WorkerError, match="asks for another token"):
-        client.call(messages.Health())
+        client.call(requests.Health())
     client.close()
 
 
@@ -116,19 +118,18 @@ def test_a_job_id_of_another_form_is_refused_and_leads_to_no_folder(
 ) -> None:
     kept = tmp_path / "precious"
     kept.write_text("x")
-    opening = messages.OpenJob(
-        job=job,
+    opening = requests.OpenJob(
+        job=JOB,
         generation=1,
         key_groups=16,
         committed_epoch=-1,
-        committed_by=[],
-        stages=[SPEC.to_json()],
+        committed_by=None,
+        stages=(SPEC,),
         checkpoint=one.checkpoint,
     )
-    for request in (opening, messages.CloseJob(job=job, generation=1), messages.Wipe(job=job, generation=1)):
-        assert_refused(
-            one, lambda request=request: send(request.kind(), pack(request.header())), "32 hexadecimal digits"
-        )
+    other = {"job": job, "generation": 1}
+    for kind, header in [("open_job", {**encode(opening), **other}), ("close_job", other), ("wipe", other)]:
+        assert_refused(one, lambda kind=kind, header=header: send(kind, pack(header)), "32 hexadecimal digits")
     ticket = {"kind": "scan", "job": job, "generation": 1, "epoch": 0, "stage": 1, "variable": "total"}
     assert_refused(one, lambda: send("", json.dumps(ticket).encode(), ticket=True), "32 hexadecimal digits")
     assert kept.read_text() == "x"
@@ -205,8 +206,8 @@ def texts(offsets: list[int], data: bytes = b"abc") -> pa.Array:
 def test_values_that_lead_out_of_a_table_are_refused(one: Driver, send: Send, offsets: list[int]) -> None:
     one.begin()
     hashes, bad = keys_table(KEYS[:3]).column(0), texts(offsets)
-    read = messages.Read(**one.numbers, stage=STAGE, groups=[])
-    write = messages.Write(**one.numbers, stage=STAGE, partition=0, attempt=0, chunk=0, last=True)
+    read = requests.Read(**one.numbers, stage=STAGE, groups=())
+    write = requests.Write(**one.numbers, stage=STAGE, partition=0, attempt=0, chunk=0, last=True)
     nested = pa.StructArray.from_arrays([pa.ListArray.from_arrays([0, 1, 2, 3], bad)], ["list"])
     changes = changes_to(dict.fromkeys(KEYS[:3], entries(1)))["total"].set_column(2, "k", bad)
     for request, tables in (
@@ -215,8 +216,8 @@ def test_values_that_lead_out_of_a_table_are_refused(one: Driver, send: Send, of
         (write, {"total": changes}),
     ):
         with pytest.raises(flight.FlightError, match=r"malformed: its table .* Offset invariant failure"):
-            send(request.kind(), pack(request.header(), tables))
-    assert one.workers["a"].ask(messages.Seals(**one.numbers))["attempts"] == []
+            send(kind_of(type(request)), pack(encode(request), tables))
+    assert one.workers["a"].ask(requests.ReportSeals(**one.numbers)).attempts == frozenset()
     one.finish()
     assert one.scan_all() == one.model
 
@@ -224,8 +225,8 @@ def test_values_that_lead_out_of_a_table_are_refused(one: Driver, send: Send, of
 def test_texts_that_spark_has_though_they_are_not_utf_8_are_taken(one: Driver, send: Send) -> None:
     one.begin()
     keys = pa.table([keys_table(KEYS[:3]).column(0), texts([0, 1, 2, 3], b"\xff\xfe\xfd")], names=["_hash", "k"])
-    read = messages.Read(**one.numbers, stage=STAGE, groups=[])
-    assert send("read", pack(read.header(), {messages.KEYS: keys}))
+    read = requests.Read(**one.numbers, stage=STAGE, groups=())
+    assert send("read", pack(encode(read), {messages.KEYS: keys}))
     one.finish()
 
 
@@ -250,16 +251,16 @@ def test_what_is_no_request_is_refused(one: Driver, send: Send, kind: str) -> No
 
 def open_job(**other: Any) -> dict[str, Any]:
     """Opens another job than the one that is there."""
-    request = messages.OpenJob(
+    request = requests.OpenJob(
         job="f" * 32,
         generation=1,
         key_groups=16,
         committed_epoch=-1,
-        committed_by=[],
-        stages=[SPEC.to_json()],
+        committed_by=None,
+        stages=(SPEC,),
         checkpoint="memory",
     )
-    return {**request.header(), **other}
+    return {**encode(request), **other}
 
 
 WRONG_HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -312,9 +313,9 @@ WRONG_TABLES = {
 @pytest.mark.parametrize("tables", WRONG_TABLES.values(), ids=WRONG_TABLES)
 def test_a_read_with_wrong_tables_is_refused(one: Driver, send: Send, tables: dict[str, pa.Table]) -> None:
     one.begin()
-    read = messages.Read(**one.numbers, stage=STAGE, groups=[])
+    read = requests.Read(**one.numbers, stage=STAGE, groups=())
     with pytest.raises(flight.FlightError) as caught:
-        send("read", pack(read.header(), tables))
+        send("read", pack(encode(read), tables))
     assert "See its log" not in str(caught.value)
     one.write(changed(one, KEYS[:5]))
     one.commit()
@@ -325,21 +326,21 @@ def test_a_read_with_wrong_tables_is_refused(one: Driver, send: Send, tables: di
 def test_a_read_of_what_is_due_with_wrong_values_is_refused(one: Driver, send: Send, expiry: dict[str, Any]) -> None:
     one.begin()
     for wanted in ({"due": expiry}, {"expired": [expiry]}):
-        read = messages.Read(**one.numbers, stage=STAGE, groups=[], **wanted)  # type: ignore[arg-type]
+        read = {**one.numbers, "stage": STAGE, "groups": [], **wanted}
         with pytest.raises(flight.FlightError) as caught:
-            send("read", pack(read.header(), {messages.KEYS: keys_table(KEYS[:2])}))
+            send("read", pack(read, {messages.KEYS: keys_table(KEYS[:2])}))
         assert "See its log" not in str(caught.value)
     one.finish()
 
 
 def test_a_write_with_wrong_columns_stages_nothing(one: Driver, send: Send) -> None:
     one.begin()
-    write = messages.Write(**one.numbers, stage=STAGE, partition=0, attempt=0, chunk=0, last=True)
+    write = requests.Write(**one.numbers, stage=STAGE, partition=0, attempt=0, chunk=0, last=True)
     for tables in ({"total": keys_table(KEYS[:2])}, {"nobody": keys_table(KEYS[:2])}):
         with pytest.raises(flight.FlightError) as caught:
-            send("write", pack(write.header(), tables))
+            send("write", pack(encode(write), tables))
         assert "See its log" not in str(caught.value)
-    assert one.workers["a"].ask(messages.Seals(**one.numbers))["attempts"] == []
+    assert one.workers["a"].ask(requests.ReportSeals(**one.numbers)).attempts == frozenset()
     one.finish()
     assert one.scan_all() == one.model
-    assert JOB in one.workers["a"].ask(messages.Health())["jobs"]
+    assert JOB in one.workers["a"].ask(requests.Health()).jobs

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 import rocksdict
 
-from anabranch.core.ids import Attempt, Partition, StageNumber
-from anabranch.core.requests import StageAttempt
+from anabranch.core.ids import Attempt, Partition, StageAttempt, StageNumber
+from anabranch.core.requests import Write
 from anabranch.core.schemas import Layout, Op, VariableKind, VariableSpec
 from anabranch.wire import frames
 from anabranch.worker.server import staging
@@ -103,8 +103,10 @@ def test_staged_changes_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "PART_BYTES", ROW_BYTES)
     staged, pool = Staging(), pa.default_memory_pool()
     attempt = StageAttempt(StageNumber(1), Partition(0), Attempt(0))
-    staged.begin(attempt, {"v": changes_of(0, 10)})
-    staged.add(attempt, 1, {"v": changes_of(10, 10)})
+    run: dict[str, Any] = {"job": "0" * 32, "generation": 1, "epoch": 0, "run": 0}
+    for chunk in (0, 1):
+        write = Write(**run, **attempt._asdict(), chunk=chunk, last=chunk == 1)
+        staged.add(write, {"v": changes_of(10 * chunk, 10)})
     before = pool.bytes_allocated()
     combined = staged.combined([attempt])
     assert len(combined[1, "v"]) == 20

@@ -2,7 +2,7 @@
 
 import threading
 
-from anabranch.wire import messages
+from anabranch.core import requests
 from support.state_workers import JOB, Driver, MakeDriver, wait_until
 
 SELDOM_MS = 600_000
@@ -27,7 +27,7 @@ def test_a_worker_that_is_to_go_waits_for_a_driver_that_looks_seldom(make: MakeD
     on_its_way = leaving(driver, "a")
     on_its_way.join(_LOOK_S)
     assert on_its_way.is_alive()
-    assert driver.workers["a"].ask(messages.Health())["leaving"]
+    assert driver.workers["a"].ask(requests.Health()).leaving
     driver.give("b")
     driver.run_epoch({}, drain_rows=-1)
     driver.wait_until_all_has_arrived("b")
@@ -50,6 +50,6 @@ def test_a_worker_waits_no_longer_for_the_driver_of_a_job_that_is_closed(make: M
     driver.heartbeat_ms = SELDOM_MS
     driver.give("a", freeze=False)
     on_its_way = leaving(driver, "a")
-    driver.workers["a"].ask(messages.CloseJob(**driver.job))
+    driver.workers["a"].ask(requests.CloseJob(**driver.job))
     wait_until(lambda: not on_its_way.is_alive())
-    assert JOB not in driver.workers["a"].ask(messages.Health())["jobs"]
+    assert JOB not in driver.workers["a"].ask(requests.Health()).jobs

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from anabranch.core import requests
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import INDEX, Op, StageSpec, VariableKind, VariableSpec
 from anabranch.wire import messages
@@ -65,12 +66,12 @@ class TypedDriver(Driver):
 
     def open(self, worker: Worker) -> None:
         worker.ask(
-            messages.OpenJob(
+            requests.OpenJob(
                 **self.job,
                 key_groups=KEY_GROUPS,
                 committed_epoch=self.epoch,
                 committed_by=self.committed_by,
-                stages=[self.spec.to_json()],
+                stages=(self.spec,),
                 checkpoint=self.checkpoint,
             )
         )
@@ -84,7 +85,7 @@ class TypedDriver(Driver):
 
     def write_tables(self, worker: Worker, changes: Mapping[str, pa.Table], partition: int) -> None:
         numbers = {"partition": partition, "attempt": 0, "chunk": 0, "last": True}
-        worker.ask(messages.Write(**self.numbers, stage=STAGE, **numbers), changes)
+        worker.client.exchange(requests.Write(**self.numbers, stage=STAGE, **numbers), changes)
 
     def epoch_of(self, number: int) -> None:
         """An epoch that sets the entries of every key."""
@@ -116,8 +117,8 @@ class TypedDriver(Driver):
             mine = self.key_rows(worker)
             hashes = pa.array([n % (2 * KEY_GROUPS) for n in mine], pa.int64())
             keys = pa.table([hashes, self.column(mine)], schema=self.spec.layouts["one"].keys)
-            request = messages.Read(**self.numbers, stage=STAGE, groups=[])
-            _, tables = worker.client.call(request, {messages.KEYS: keys})
+            request = requests.Read(**self.numbers, stage=STAGE, groups=())
+            tables = worker.client.exchange(request, {messages.KEYS: keys})
             for name in ("one", "many"):
                 for row in tables[name].to_pylist():
                     found.setdefault(mine[row.pop(INDEX)], []).append(list(row.values()))

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 import pyarrow as pa
 import pytest
 
+from anabranch.core import requests
+from anabranch.core.answers import TransferProgress
 from anabranch.core.errors import WorkerError
 from anabranch.core.schemas import GROUP
 from anabranch.wire import messages
@@ -31,7 +33,7 @@ def test_the_old_owner_deletes_what_has_arrived_elsewhere(make: MakeDriver, stor
     driver.run_epoch({})
     driver.wait_until_all_has_arrived()
     stays, goes = rows_in(driver, ODD), rows_in(driver, EVEN)
-    assert driver.progress("a")["frozenGroups"] == len(EVEN)
+    assert driver.progress("a").frozen_groups == len(EVEN)
     states = driver.workers["a"].local.ownership._states.values()
     wait_until(lambda: sum(state.rows() for state in states) == stays + goes)  # as soon as the last epoch is merged
     assert driver.rows("a") == stays
@@ -39,7 +41,7 @@ def test_the_old_owner_deletes_what_has_arrived_elsewhere(make: MakeDriver, stor
     wait_until(lambda: sum(state.rows() for state in states) == stays)
     assert driver.rows("a") == stays
     assert driver.rows("b") == goes
-    assert driver.progress("a")["frozenGroups"] == 0
+    assert driver.progress("a").frozen_groups == 0
     with pytest.raises(WorkerError, match="is not here"):
         driver.fetch_keys("a", KEYS_OF_GROUP[0], as_of=as_of)
     assert driver.scan_all() == driver.model
@@ -70,13 +72,13 @@ def _fail(*_: object) -> None:
 def test_a_release_of_an_earlier_assignment_means_nothing(make: MakeDriver) -> None:
     driver = make("a", "b", "c")
     driver.give(owned_by("b", EVEN))
-    stale = messages.Release(**driver.job, number=driver.number)
+    stale = requests.Release(**driver.job, number=driver.number)
     driver.give(owned_by("c", ODD))
     for worker in driver.workers.values():
         worker.ask(stale)
     driver.begin()
     assert driver.read(KEYS) == driver.model
-    assert driver.progress("a")["frozenGroups"] == KEY_GROUPS
+    assert driver.progress("a").frozen_groups == KEY_GROUPS
     assert driver.workers["a"].local.asked["fetch_keys"] > 0
 
 
@@ -84,27 +86,27 @@ def test_what_is_on_its_way_and_what_came_is_reported(two: Driver) -> None:
     two.give(owned_by("b", EVEN))
     keys = [KEYS_OF_GROUP[group][1] for group in EVEN]
     two.begin()
-    assert two.progress("b") == {
-        "assignment": two.number,
-        "pendingGroups": len(EVEN),
-        "frozenGroups": 0,
-        "fetched_rows": 0,
-        "fetched_bytes": 0,
-        "drained_rows": 0,
-        "drained_bytes": 0,
-    }
+    assert two.progress("b") == TransferProgress(
+        assignment=two.number,
+        pending_groups=len(EVEN),
+        frozen_groups=0,
+        fetched_rows=0,
+        fetched_bytes=0,
+        drained_rows=0,
+        drained_bytes=0,
+    )
     two.read(keys)
     fetched = two.progress("b")
     rows = count_rows(two.expected(keys))
-    assert fetched["fetched_rows"] == rows == two.rows("b")
-    assert fetched["fetched_bytes"] > 8 * rows
-    assert (fetched["pendingGroups"], fetched["drained_rows"]) == (len(EVEN), 0)
+    assert fetched.fetched_rows == rows == two.rows("b")
+    assert fetched.fetched_bytes > 8 * rows
+    assert (fetched.pending_groups, fetched.drained_rows) == (len(EVEN), 0)
     two.finish()
     two.wait_until_all_has_arrived()
     arrived = two.progress("b")
-    assert arrived["drained_rows"] + rows == two.rows("b")
+    assert arrived.drained_rows + rows == two.rows("b")
     assert two.rows("b") == rows_in(two, EVEN)
-    assert two.progress("a")["pendingGroups"] == 0
+    assert two.progress("a").pending_groups == 0
 
 
 def test_without_a_drain_only_keys_that_are_asked_for_move(two: Driver) -> None:
@@ -116,16 +118,16 @@ def test_without_a_drain_only_keys_that_are_asked_for_move(two: Driver) -> None:
     two.run_epoch({}, drain_rows=-1)
     time.sleep(0.2)
     found = two.progress("b")
-    assert (found["fetched_rows"], found["drained_rows"], found["pendingGroups"]) == (fetched, 0, len(EVEN))
-    assert (two.workers["a"].local.asked["fetch_groups"], two.progress("a")["frozenGroups"]) == (0, len(EVEN))
+    assert (found.fetched_rows, found.drained_rows, found.pending_groups) == (fetched, 0, len(EVEN))
+    assert (two.workers["a"].local.asked["fetch_groups"], two.progress("a").frozen_groups) == (0, len(EVEN))
     assert two.rows("b") == count_rows(two.expected(asked))
     two.begin()
     assert two.read(KEYS) == two.model
     two.finish()
     # What no worker keeps comes from files, all of it: else a lost worker's state would never be whole again.
     two.give(owned_by("b", ODD), freeze=False)
-    wait_until(lambda: two.progress("b")["pendingGroups"] == len(EVEN))
-    assert two.progress("b")["drained_rows"] > 0
+    wait_until(lambda: two.progress("b").pending_groups == len(EVEN))
+    assert two.progress("b").drained_rows > 0
     assert two.scan_all() == two.model
 
 
@@ -134,14 +136,14 @@ def test_a_drain_keeps_to_its_rows_during_an_epoch_and_goes_on_after_it(two: Dri
     two.run_epoch({key: {"total": 1, "items": [], "seen": {}} for key in many})
     two.give("b")
     two.begin(drain_rows=600)
-    drained = lambda: two.progress("b")["drained_rows"]  # noqa: E731
+    drained = lambda: two.progress("b").drained_rows  # noqa: E731
     wait_until(lambda: drained() >= 600)
     brought = drained()
     time.sleep(0.3)
     assert drained() == brought
     # What the last step brings is not known before: eight key groups of sixteen at most.
     assert brought <= 600 + 0.6 * len(many)
-    assert two.progress("b")["pendingGroups"] > 0
+    assert two.progress("b").pending_groups > 0
     two.finish()
     two.wait_until_all_has_arrived()
     assert two.scan_all() == two.model
@@ -168,23 +170,23 @@ def test_a_drain_rests_during_an_epoch_that_allows_no_rows(two: Driver) -> None:
     two.progress("b")
     time.sleep(0.2)
     assert two.workers["a"].local.asked["fetch_groups"] == 0
-    two.workers["b"].ask(messages.Abort(**two.numbers))
+    two.workers["b"].ask(requests.Abort(**two.numbers))
     two.wait_until_all_has_arrived("b")
 
 
 def test_the_rows_of_a_hot_key_are_load(two: Driver) -> None:
     group = 3
     two.begin()
-    read = messages.Read(**two.numbers, stage=STAGE, groups=[])
+    read = requests.Read(**two.numbers, stage=STAGE, groups=())
     keys = keys_table(KEYS_OF_GROUP[group][:1])
 
     def ask(of: int) -> None:
         rows = pa.table({GROUP: [of], "rows": [999_999]})
-        two.workers["a"].client.call(read, {messages.KEYS: keys, messages.FURTHER_ROWS: rows})
+        two.workers["a"].client.exchange(read, {messages.KEYS: keys, messages.FURTHER_ROWS: rows})
 
-    usual = dict(two.describe("a")["load"])
+    usual = dict(two.describe("a").load)
     ask(group)
-    load = dict(two.describe("a")["load"])
+    load = dict(two.describe("a").load)
     assert load.pop(group) == pytest.approx(usual.pop(group) + 999_999 + len(SPEC.layouts))
     assert load == usual
     for of in (-1, KEY_GROUPS):

@@ -2,11 +2,13 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from anabranch.control.membership.launcher import EmbeddedWorkers
+from anabranch.core import requests
 from anabranch.core.errors import AnabranchError, CheckpointError
 from anabranch.wire import messages
 from anabranch.wire.client import WorkerClient
@@ -83,9 +85,10 @@ def test_an_assignment_points_what_is_under_way_to_the_files_of_now(two: Driver)
     with two.without_drain_from("a"):
         two.give("b")
         two.run_epoch(changed(two, KEYS[::3]))
-        for file in two.files:
-            old, file["path"] = file["path"], file["path"].replace(".parquet", "-kept.parquet")
-            (Path(two.checkpoint) / old).rename(Path(two.checkpoint) / file["path"])
+        kept = [replace(file, path=file.path.replace(".parquet", "-kept.parquet")) for file in two.files]
+        for old, new in zip(two.files, kept, strict=True):
+            (Path(two.checkpoint) / old.path).rename(Path(two.checkpoint) / new.path)
+        two.files = kept
         two.give({})
     two.workers.pop("a").local.close()
     two.begin()
@@ -131,7 +134,7 @@ def test_errors_of_both_sources_reach_the_task_and_are_not_swallowed(two: Driver
         two.write(changed(two, KEYS))
     with pytest.raises(CheckpointError):
         two.scan("b")
-    assert two.progress("b")["pendingGroups"] == KEY_GROUPS
+    assert two.progress("b").pending_groups == KEY_GROUPS
 
 
 # ----------------------------------------------------------------------------------- epochs and drivers
@@ -143,7 +146,7 @@ def test_an_epoch_that_is_run_again_during_a_migration_starts_from_the_same_stat
     two.read(KEYS[::2])
     two.write({key: entries(5000) for key in KEYS})
     for worker in two.owning:
-        worker.ask(messages.Abort(**two.numbers))
+        worker.ask(requests.Abort(**two.numbers))
     two.begin()
     assert two.read(KEYS) == two.model
     two.write(changed(two, KEYS))
@@ -190,10 +193,10 @@ def test_groups_that_are_dropped_while_they_are_handed_out_are_not_taken_for_emp
     ownership.check_frozen = check_then_forget  # type: ignore[method-assign,assignment]
     if by == "fetch":
         keys = [key for key in KEYS if group_of(key) in EVEN]
-        request = messages.Read(**old, stage=1, groups=[])
-        two.workers["b"].client.call(request, {messages.KEYS: keys_table(keys)})  # whatever it says: too late
+        request = requests.Read(**old, stage=1, groups=())
+        two.workers["b"].client.exchange(request, {messages.KEYS: keys_table(keys)})  # whatever it says: too late
     else:
-        two.workers["b"].ask(messages.Abort(**old))
+        two.workers["b"].ask(requests.Abort(**old))
         two.progress("b")
         assert replaced.wait(10)
         two.wait_until_all_has_arrived()
@@ -232,12 +235,12 @@ def test_a_release_that_waits_its_turn_lets_go_only_of_what_it_is_about(make: Ma
     driver.wait_until_all_has_arrived()
     busy = threading.Event()
     job = driver.workers["a"].local._jobs._jobs[JOB]
-    job._folds._line.submit(lambda: busy.wait(30))
+    job._background._folds.submit(lambda: busy.wait(30))
     driver.release()
     as_of = driver.epoch
     driver.give(owned_by("b", ODD))
     busy.set()
-    job._folds._line.submit(lambda: None).result(30)
+    job._background._folds.submit(lambda: None).result(30)
     keys = [key for key in KEYS if group_of(key) in ODD and key in driver.model]
     assert len(driver.fetch_keys("a", keys, as_of=as_of)) == len(keys)
 
@@ -285,7 +288,7 @@ def test_a_worker_that_does_not_answer_its_peer_is_given_up_after_its_time(
 def test_a_peer_with_another_token_is_refused_and_does_no_harm(two: Driver) -> None:
     stranger = WorkerClient(two.workers["a"].address, timeout_s=10, credentials=Credentials("wrong"))
     two.give("b")
-    request = messages.FetchGroups(**two.job, as_of=two.epoch, stage=1, variable="total", groups=[0])
+    request = requests.FetchGroups(**two.job, as_of=two.epoch, stage=1, variable="total", groups=(0,))
     with pytest.raises(AnabranchError, match="token"):
         list(stranger.stream(request))
     stranger.close()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from anabranch.core import requests
 from anabranch.core.errors import EpochError, FencedError, WorkerError
 from anabranch.wire import messages
 from support.keyed_state import (
@@ -36,7 +37,7 @@ def test_a_new_worker_serves_its_key_groups_at_once(
     driver = make("a", "b", store=store)
     driver.give(owned_by("b", EVEN))
     driver.begin()
-    assert driver.progress("b")["pendingGroups"] == len(EVEN)
+    assert driver.progress("b").pending_groups == len(EVEN)
     assert driver.read(KEYS) == driver.model
     driver.write(changed(driver, KEYS))
     driver.commit()
@@ -104,7 +105,7 @@ def test_a_second_rescale_remembers_what_the_first_has_migrated(
     with driver.without_drain_from("a"):
         driver.run_epoch(changed(driver, some))
         driver.give(owned_by("c", EVEN))
-        assert driver.workers["c"].local.ownership.progress()["pendingGroups"] == len(EVEN)
+        assert driver.workers["c"].local.ownership.progress(0).pending_groups == len(EVEN)
     driver.begin()
     assert driver.read(KEYS) == driver.model
     driver.write(changed(driver, KEYS[::2]))
@@ -163,7 +164,7 @@ def test_state_that_goes_round_and_round_waits_for_nobody(make: MakeDriver, capl
         driver.give(owned_by(owner, EVEN))
     driver.begin()
     assert driver.read(KEYS) == driver.model
-    assert driver.workers["c"].local.ownership.progress()["fetched_rows"] > 0
+    assert driver.workers["c"].local.ownership.progress(0).fetched_rows > 0
     # The worker that the state only passed through may turn to the checkpoint: its source has taken the state back.
     assert "did not answer" not in caplog.text
     driver.finish()
@@ -183,7 +184,7 @@ def test_a_write_to_a_key_that_was_not_read_before_counts(two: Driver) -> None:
         two.write(changed(two, KEYS))
         two.commit()
         two.run_epoch({})  # what was written is merged into the store, where the drain brings the rest
-        two.workers["b"].local._jobs._jobs[JOB]._folds._line.submit(lambda: None).result(30)
+        two.workers["b"].local._jobs._jobs[JOB]._background._folds.submit(lambda: None).result(30)
     two.wait_until_all_has_arrived()
     assert two.scan_all() == two.model
     two.run_epoch(changed(two, KEYS[::2]))
@@ -197,7 +198,7 @@ def test_one_fetched_key_does_not_hide_those_with_the_same_hash(two: Driver) -> 
         keys = [key for key in KEYS if key.endswith(tail)]
         assert two.read(keys) == two.expected(keys)
         assert len(two.expected(keys)) == KEY_GROUPS
-    assert two.workers["b"].local.ownership.progress()["fetched_rows"] > 0
+    assert two.workers["b"].local.ownership.progress(0).fetched_rows > 0
 
 
 def test_maps_and_lists_keep_their_size_and_their_neighbours(two: Driver) -> None:
@@ -223,7 +224,7 @@ def test_that_a_key_does_not_exist_is_asked_once(two: Driver) -> None:
     two.begin()
     for _ in range(3):
         assert two.read(strangers) == {}
-    assert source.asked["fetch_keys"] == len(two.describe("b")["variables"])
+    assert source.asked["fetch_keys"] == len(two.describe("b").variables)
     assert sorted(source.fetched_keys) == sorted(mine * 3)
     two.write({mine[0]: entries(7)})
     two.commit()
@@ -245,9 +246,9 @@ def test_known_keys_are_not_asked_for_again_in_later_epochs(two: Driver) -> None
 def test_all_rows_of_a_partition_are_there_when_a_task_asks_for_the_rest(two: Driver) -> None:
     two.give(owned_by("b", EVEN))
     two.begin()
-    request = messages.Read(**two.numbers, stage=1, groups=[0, 2], rest=True)
+    request = requests.Read(**two.numbers, stage=1, groups=(0, 2), rest=True)
     wanted = KEYS_OF_GROUP[0][0]
-    _, tables = two.workers["b"].client.call(request, {messages.KEYS: keys_table([wanted])})
+    tables = two.workers["b"].client.exchange(request, {messages.KEYS: keys_table([wanted])})
     rest = from_answers([], {name.removeprefix("rest."): t for name, t in tables.items() if name.startswith("rest.")})
     others = [key for group in (0, 2) for key in KEYS_OF_GROUP[group] if key != wanted]
     assert rest == two.expected(others)
@@ -261,14 +262,14 @@ def test_a_task_with_an_old_route_is_refused(two: Driver) -> None:
     two.begin()
     stale, fresh = KEYS_OF_GROUP[0][0], KEYS_OF_GROUP[1][0]
     old = two.workers["a"]
-    read = messages.Read(**two.numbers, stage=1, groups=[])
+    read = requests.Read(**two.numbers, stage=1, groups=())
     with pytest.raises(WorkerError, match=r"Key group 0 is not held by this worker\. The task has an old route"):
-        old.client.call(read, {messages.KEYS: keys_table([fresh, stale])})
+        old.client.exchange(read, {messages.KEYS: keys_table([fresh, stale])})
     with pytest.raises(WorkerError, match="old route"):
         two.write_to(old, {stale: entries(5)})
     with pytest.raises(WorkerError, match="old route"):
-        old.client.call(
-            messages.Read(**two.numbers, stage=1, groups=[0], rest=True), {messages.KEYS: keys_table([fresh])}
+        old.client.exchange(
+            requests.Read(**two.numbers, stage=1, groups=(0,), rest=True), {messages.KEYS: keys_table([fresh])}
         )
     two.write_to(old, {fresh: entries(5)})
 
@@ -301,7 +302,7 @@ def test_assignments_of_other_epochs_and_overtaken_ones_are_refused(two: Driver)
     two.give(owned_by("b", EVEN))
     with pytest.raises(EpochError, match="other key groups since"):
         two.assign(worker, None, number=two.number - 1)
-    assert two.progress("a")["frozenGroups"] == len(EVEN)
+    assert two.progress("a").frozen_groups == len(EVEN)
 
 
 def test_a_driver_that_was_replaced_can_neither_release_nor_fetch(two: Driver) -> None:
@@ -311,8 +312,8 @@ def test_a_driver_that_was_replaced_can_neither_release_nor_fetch(two: Driver) -
     two.open(two.workers["a"])
     two.generation -= 1
     with pytest.raises(FencedError):
-        two.workers["a"].ask(messages.Release(**two.job, number=two.number))
+        two.workers["a"].ask(requests.Release(**two.job, number=two.number))
     with pytest.raises(FencedError):
         two.fetch_keys("a", KEYS_OF_GROUP[0], as_of=as_of)
     two.generation += 1
-    assert two.progress("a")["frozenGroups"] == len(EVEN)
+    assert two.progress("a").frozen_groups == len(EVEN)

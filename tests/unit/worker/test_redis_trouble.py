@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from anabranch.core import requests
+from anabranch.core.answers import SharedOffer
 from anabranch.core.errors import WorkerError
-from anabranch.wire import messages
 from anabranch.wire.client import WorkerClient
 from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.stores.redis import RedisConnection
@@ -33,7 +34,7 @@ class SharedDriver(Driver):
     """Changes owners as the coordinator does where workers share a store."""
 
     #: Where key groups are that workers have given up, until a change succeeds.
-    offers: list[dict[str, Any]] = field(default_factory=list)
+    offers: list[SharedOffer] = field(default_factory=list)
     #: Also those that were lost.
     every_worker: list[Worker] = field(default_factory=list)
 
@@ -51,13 +52,12 @@ class SharedDriver(Driver):
         for worker in self.workers.values():
             self.offers += self.hand_over(worker)
         for worker in self.workers.values():
-            self.assign(worker, None, shared=self.offers)
+            self.assign(worker, None, shared=tuple(self.offers))
         self.offers = []
 
-    def hand_over(self, worker: Worker) -> list[dict[str, Any]]:
-        request = messages.HandOver(**self.job, epoch=self.epoch, number=self.number, keep=self.groups_of(worker.name))
-        offers: list[dict[str, Any]] = worker.ask(request)["shared"]
-        return offers
+    def hand_over(self, worker: Worker) -> tuple[SharedOffer, ...]:
+        request = requests.HandOver(**self.job, epoch=self.epoch, number=self.number, keep=self.groups_of(worker.name))
+        return worker.ask(request).offers
 
     def lose(self, name: str) -> None:
         """A worker ends without a word; its key groups are nobody's."""
@@ -69,7 +69,7 @@ class SharedDriver(Driver):
 
     def broken(self) -> list[str]:
         """The workers that do not count the job among theirs: the coordinator opens it again there."""
-        return [name for name, worker in self.workers.items() if JOB not in worker.ask(messages.Health())["jobs"]]
+        return [name for name, worker in self.workers.items() if JOB not in worker.ask(requests.Health()).jobs]
 
 
 MakeShared = Callable[..., SharedDriver]
@@ -122,10 +122,10 @@ def test_key_groups_change_hands_while_state_is_on_its_way(
         patch.setattr(GroupOwnership, "start_drain", lambda _: None)
         driver.lose("a")
         driver.give(owned_by("b", FIRST_HALF) | owned_by("c", SECOND_HALF))
-        assert driver.progress("b")["pendingGroups"] > 0
+        assert driver.progress("b").pending_groups > 0
         driver.run_epoch(changed(driver, [KEYS_OF_GROUP[group][0] for group in range(KEY_GROUPS)]))
         driver.give(owned_by("c", range(4)) | owned_by("b", range(12, 16)))
-        assert driver.progress("b")["pendingGroups"] > 0
+        assert driver.progress("b").pending_groups > 0
         driver.run_epoch(changed(driver, [KEYS_OF_GROUP[group][-1] for group in range(KEY_GROUPS)]))
     run_epochs(driver)
     driver.wait_until_all_has_arrived()
@@ -187,7 +187,7 @@ def test_a_redis_that_comes_back_older_does_not_pass_for_what_was_handed_over(
         driver.run_epoch(changed(driver, KEYS))
         hand_over = SharedDriver.hand_over
 
-        def go_back(each: SharedDriver, worker: Worker) -> list[dict[str, Any]]:
+        def go_back(each: SharedDriver, worker: Worker) -> tuple[SharedOffer, ...]:
             offers = hand_over(each, worker)
             if worker.name == "b":
                 client.flushall()
@@ -216,7 +216,7 @@ def test_a_redis_that_comes_back_with_all_its_state_is_used_as_if_nothing_had_be
     driver.finish()
     assert driver.broken() == []
     run_epochs(driver)
-    assert driver.progress("a")["fetched_rows"] == 0
+    assert driver.progress("a").fetched_rows == 0
 
 
 # ------------------------------------------------------------------------------------ calls that fail in the middle
@@ -240,7 +240,7 @@ def test_the_next_driver_clears_away_what_a_broken_worker_has_left(
     make_shared: MakeShared, server: RedisServer
 ) -> None:
     driver = make_shared("a", "b")
-    wipe = messages.Wipe(**driver.job)
+    wipe = requests.Wipe(**driver.job)
     with pytest.raises(WorkerError, match="takes part in the job"):
         driver.workers["a"].ask(wipe)
     with server.client() as client:
@@ -275,7 +275,7 @@ def test_what_a_worker_could_not_take_over_stays_whole_for_others(
             driver.give("c")
     assert driver.broken() == ["c"]
     driver.give("a")
-    unlucky.ask(messages.CloseJob(**driver.job))
+    unlucky.ask(requests.CloseJob(**driver.job))
     run_epochs(driver)
 
 

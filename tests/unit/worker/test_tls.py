@@ -16,11 +16,12 @@ import pytest
 from anabranch.cli.job_api import JobApi
 from anabranch.control.http.server import ControlServer
 from anabranch.control.membership.launcher import EmbeddedWorkers
+from anabranch.core.answers import WorkerHealth
 from anabranch.core.errors import LostWorkerError, SettingsError, WorkerError
 from anabranch.core.ids import WorkerId
+from anabranch.core.requests import Health
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.credentials import Credentials
-from anabranch.wire.messages import Health
 from anabranch.worker.server.registration import join
 from anabranch.worker.server.service import StateService
 from anabranch.worker.stores.options import StoreOptions
@@ -51,10 +52,10 @@ def serving(credentials: Credentials) -> Iterator[str]:
         service.close()
 
 
-def ask(address: str, credentials: Credentials) -> dict[str, Any]:
+def ask(address: str, credentials: Credentials) -> WorkerHealth:
     client = WorkerClient(address, timeout_s=20, credentials=credentials)
     try:
-        return client.call(Health())[0]
+        return client.call(Health())
     finally:
         client.close()
 
@@ -75,23 +76,23 @@ def test_a_worker_with_a_certificate_is_asked_by_whoever_trusts_its_authority(
     alone = replace(ours.credentials("t"), authority="")
     checking = ours.credentials("t", is_mutual=False)
     with serving(alone) as address:
-        assert ask(address, checking)["worker"] == "w"
+        assert ask(address, checking).worker == "w"
         assert "certificate" in refusal(address, theirs.credentials("t", is_mutual=False))
         assert "certificate" in refusal(address, replace(alone))  # this machine trusts others
         assert "If it speaks TLS, set anabranch.tlsAuthority" in refusal(address, Credentials("t"))
         with pytest.raises(WorkerError, match="asks for another token"):
             ask(address, replace(checking, token="guess"))
-        assert ask(address, checking)["worker"] == "w"
+        assert ask(address, checking).worker == "w"
 
 
 def test_a_worker_with_an_authority_asks_for_certificates(ours: Authority, theirs: Authority) -> None:
     both = ours.credentials("t")
     with serving(both) as address:
-        assert ask(address, both)["worker"] == "w"
+        assert ask(address, both).worker == "w"
         for certificate in [("", ""), theirs.sign(), ours.sign("old", days=-1)]:
             said = refusal(address, Credentials("t", *certificate, ours.path))
             assert "broke off the TLS handshake. If it asks for certificates" in said
-        assert ask(address, both)["worker"] == "w"
+        assert ask(address, both).worker == "w"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_workers_that_the_driver_starts_speak_tls(ours: Authority) -> None:
     workers = EmbeddedWorkers(store="memory", state_path="", credentials=credentials, start_timeout_s=60)
     try:
         (started,) = workers.start(1)
-        assert ask(started.address, credentials)["worker"] == "worker-1"
+        assert ask(started.address, credentials).worker == "worker-1"
         assert "cannot be reached" in refusal(started.address, Credentials("t"))
     finally:
         workers.stop()
@@ -287,5 +288,5 @@ def test_the_five_lines_of_the_documentation_make_files_that_work(tmp_path: Path
     credentials = Credentials("t", *named)
     credentials.check()
     with serving(credentials) as address:
-        assert ask(address, credentials)["worker"] == "w"
+        assert ask(address, credentials).worker == "w"
         assert "cannot be reached" in refusal(address, replace(credentials, certificate="", key=""))

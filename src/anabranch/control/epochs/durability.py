@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from anabranch.checkpoint.manifests import ChangeFile, Manifest, snapshot_epochs, write_manifest
+from anabranch.checkpoint.manifests import Manifest, snapshot_epochs, write_manifest
 from anabranch.checkpoint.statefiles import StateFiles, state_files
 from anabranch.checkpoint.storage import Storage
 from anabranch.control.owned_checkpoint import Committed, OwnedCheckpoint
-from anabranch.core.ids import NO_EPOCH, Epoch, RouteVersion
-from anabranch.core.requests import Run, RunId
+from anabranch.core.ids import NO_EPOCH, Epoch, RouteVersion, Run, RunId
+from anabranch.core.state_files import ChangeFile
 from anabranch.runtime.scheduler import Scheduler
 from anabranch.runtime.threads import THREADS
 
@@ -59,9 +59,9 @@ class Durability:
             self._closed = True
             self._written.notify_all()
 
-    def deferred(self) -> list[list[int]]:
+    def deferred(self) -> tuple[tuple[Epoch, Run], ...]:
         """The epochs that are part of the state and not durable, each with its run."""
-        return [[int(epoch), int(run)] for epoch, run in sorted(self.volatile.items())]
+        return tuple(sorted(self.volatile.items()))
 
     def files(self, storage: Storage) -> StateFiles:
         """Where the state as of the newest durable epoch is."""

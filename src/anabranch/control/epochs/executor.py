@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 from anabranch.checkpoint.generations import check_generation
-from anabranch.checkpoint.manifests import ChangeFile
 from anabranch.control.epochs.durability import Durability
-from anabranch.control.epochs.folded import ChangeFigures
 from anabranch.control.membership.cluster import Cluster
 from anabranch.control.owned_checkpoint import OwnedCheckpoint
 from anabranch.core import epoch_events as events
+from anabranch.core.answers import Prepared, Refusal
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, CheckpointError, EpochError, FencedError, LostWorkerError
-from anabranch.core.ids import Attempt, Epoch, Partition, StageNumber, WorkerId
+from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.pacing import DrainRate
-from anabranch.core.requests import Refusal, StageAttempt
+from anabranch.core.requests import Abort, Begin, Commit, Prepare, ReportSeals
 from anabranch.core.settings import Settings
 from anabranch.runtime.scheduler import Future, Scheduler
-from anabranch.wire import messages
-from anabranch.wire.routed import encode_routing
 
 logger = logging.getLogger(__name__)
 
 #: How often a call that takes long is checked on.
 _LOOK_INTERVAL_S = 0.2
-
-
-#: Instructions that are about one worker.
-_OfWorker = events.BeginOn | events.CollectSeals | events.PrepareOn | events.CommitOn | events.AbortOn
 
 
 class EpochExecutor:
@@ -55,14 +49,15 @@ class EpochExecutor:
         self._owned = owned
         #: Whether the epoch that runs is made durable.
         self.is_durable_now = True
-        self._figures = ChangeFigures()
+        #: What each worker answered last when it had prepared an epoch.
+        self._prepared: dict[WorkerId, Prepared] = {}
         #: How much the last epoch has changed.
         self.changed: dict[str, Any] = {}
         self.pace = DrainRate()
 
-    def drive(self, event: events.Event) -> list[events.Instruction]:
+    def drive(self, event: events.EpochEvent) -> list[events.EpochInstruction]:
         """Hand an event to the machine and carry out what it says, until it has nothing more for us to do."""
-        leftover: list[events.Instruction] = []
+        leftover: list[events.EpochInstruction] = []
         queue = [event]
         while queue:
             instructions = self._machine.handle(queue.pop(0))
@@ -78,7 +73,9 @@ class EpochExecutor:
             queue += followed
         return leftover
 
-    def _outcome(self, instruction: events.Instruction, call: Future[events.Event | None]) -> events.Event | None:
+    def _outcome(
+        self, instruction: events.EpochInstruction, call: Future[events.EpochEvent | None]
+    ) -> events.EpochEvent | None:
         """Wait for what was carried out, but not for a worker that has been found lost meanwhile."""
         while True:
             try:
@@ -94,7 +91,7 @@ class EpochExecutor:
         for worker in workers:
             self._cluster.note_lost(worker, "it did not commit the epoch")
 
-    def _carry_out(self, instruction: events.Instruction) -> events.Event | None:
+    def _carry_out(self, instruction: events.EpochInstruction) -> events.EpochEvent | None:
         match instruction:
             case events.WriteManifest():
                 return self._write_manifest(instruction)
@@ -117,35 +114,34 @@ class EpochExecutor:
 
     def _ask(
         self, instruction: events.BeginOn | events.CollectSeals | events.PrepareOn | events.CommitOn
-    ) -> events.Event:
+    ) -> events.EpochEvent:
         worker, run, numbers = instruction.worker, instruction.run, self._numbers(instruction)
+        client = self._cluster.members.get(worker).client
         match instruction:
             case events.BeginOn():
                 rows = self.pace.rows if self._cluster.migrations.is_under_way else -1
                 # For each key group its owner: long, and of no use unless tasks ask for it.
-                routing = {} if self._settings.routing_cache else encode_routing(self._cluster.routing)
-                durable = self._durability.newest.epoch
-                begin = messages.Begin(**numbers, routing=routing, durable_epoch=durable, drain_rows=rows)
-                self._call(instruction, begin)
+                routing = None if self._settings.routing_cache else self._cluster.routing.to_table()
+                newest = self._durability.newest.epoch
+                client.call(Begin(**numbers, routing=routing, durable_epoch=newest, drain_rows=rows))
                 return events.WorkerBegan(run, worker)
             case events.CollectSeals():
-                answer = self._call(instruction, messages.Seals(**numbers))
-                return events.SealsReported(run, worker, frozenset(map(_attempt, answer["attempts"])))
+                attempts = client.call(ReportSeals(**numbers)).attempts
+                return events.SealsReported(run, worker, attempts)
             case events.PrepareOn():
-                chosen = [list(attempt) for attempt in sorted(instruction.chosen)]
-                deferred = self._durability.deferred() if self.is_durable_now else []
-                request = messages.Prepare(**numbers, chosen=chosen, durable=self.is_durable_now, deferred=deferred)
-                answer = self._call(instruction, request)
-                self._figures.note(worker, answer)
-                return events.WorkerPrepared(run, worker, tuple(file_of(pair) for pair in answer["files"]))
+                durable = self.is_durable_now
+                deferred = self._durability.deferred() if durable else ()
+                request = Prepare(**numbers, chosen=instruction.chosen, durable=durable, deferred=deferred)
+                self._prepared[worker] = prepared = client.call(request)
+                return events.WorkerPrepared(run, worker, prepared.files)
             case events.CommitOn():
-                progress = self._call(instruction, messages.Commit(**numbers))
-                self._cluster.note_progress(worker, progress)
+                self._cluster.note_progress(worker, client.call(Commit(**numbers)))
                 return events.WorkerCommitted(run, worker)
 
-    def _write_manifest(self, instruction: events.WriteManifest) -> events.Event:
+    def _write_manifest(self, instruction: events.WriteManifest) -> events.EpochEvent:
         written = sum(file.bytes for _, file in instruction.files)
-        self.changed = self._figures.report(self._cluster.members.workers, written)
+        workers = self._cluster.members.workers
+        self.changed = _changed([self._prepared[worker] for worker in workers if worker in self._prepared], written)
         try:
             if self.is_durable_now:
                 runs = {**self._durability.volatile, instruction.epoch: instruction.run}
@@ -164,11 +160,11 @@ class EpochExecutor:
             if self._cluster.is_lost(abort.worker):
                 continue
             try:
-                self._call(abort, messages.Abort(**self._numbers(abort)))
+                self._cluster.members.get(abort.worker).client.call(Abort(**self._numbers(abort)))
             except AnabranchError as error:
                 logger.debug("worker %s could not be told to abort: %s", abort.worker, error)
 
-    def _numbers(self, instruction: events.Instruction) -> dict[str, Any]:
+    def _numbers(self, instruction: events.EpochInstruction) -> dict[str, Any]:
         owned = self._owned()
         return {
             "job": owned.job.job_id,
@@ -177,14 +173,23 @@ class EpochExecutor:
             "run": instruction.run,
         }
 
-    def _call(self, instruction: _OfWorker, request: messages.Request) -> dict[str, Any]:
-        header, _ = self._cluster.members.get(instruction.worker).client.call(request)
-        return header
 
-
-def file_of(pair: Sequence[Any]) -> tuple[Epoch, ChangeFile]:
-    return Epoch(pair[0]), ChangeFile(**pair[1])
-
-
-def _attempt(numbers: Sequence[int]) -> StageAttempt:
-    return StageAttempt(StageNumber(numbers[0]), Partition(numbers[1]), Attempt(numbers[2]))
+def _changed(answers: Sequence[Prepared], bytes_written: int) -> dict[str, Any]:
+    """Changes in all; by state variable, how many entries were set and removed; by stage, late rows."""
+    put: Counter[tuple[StageNumber, str]] = Counter()
+    removed: Counter[tuple[StageNumber, str]] = Counter()
+    late: Counter[StageNumber] = Counter()
+    for answer in answers:
+        late.update({each.stage: each.rows for each in answer.late})
+        for each in answer.variables:
+            put[each.stage, each.variable] += each.put
+            removed[each.stage, each.variable] += each.removed
+    return {
+        "changedRows": sum(answer.rows for answer in answers),
+        "changedBytes": bytes_written,
+        "changedVariables": [
+            {"stage": stage, "variable": variable, "put": rows, "removed": removed[stage, variable]}
+            for (stage, variable), rows in sorted(put.items())
+        ],
+        "droppedRows": [{"stage": stage, "rows": rows} for stage, rows in sorted(late.items()) if rows],
+    }

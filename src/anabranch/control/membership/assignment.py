@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from anabranch.checkpoint.statefiles import StateFiles
 from anabranch.control.membership.members import Member
 from anabranch.control.owned_checkpoint import Committed, OwnedCheckpoint
+from anabranch.core.answers import SharedOffer, TransferProgress
 from anabranch.core.ids import WorkerId
+from anabranch.core.requests import Assign, HandOver, Health, OpenJob, PeerOffer, Wipe
 from anabranch.core.routes import Route
 from anabranch.runtime.scheduler import Scheduler
 from anabranch.runtime.threads import THREADS
-from anabranch.wire import messages
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ class Assignment:
     #: How often workers are looked after.
     heartbeat_s: float = 0.0
     #: Where key groups are that nobody has any more, in a store that workers share: None if they share none.
-    offers: list[dict[str, Any]] | None = None
+    offers: list[SharedOffer] | None = None
     #: Answers by worker, once it is carried out.
-    answers: dict[WorkerId, Mapping[str, Any]] = field(default_factory=dict)
+    answers: dict[WorkerId, TransferProgress] = field(default_factory=dict)
 
 
 def carry_out(
@@ -61,75 +61,73 @@ def carry_out(
 def wipe_shared_store(owned: OwnedCheckpoint, members: Sequence[Member]) -> None:
     """Remove what an earlier driver left behind, unless a worker still takes part in the job."""
     for member in members:
-        health, _ = member.client.call(messages.Health())
-        if owned.job.job_id in health["jobs"]:
+        if owned.job.job_id in member.client.call(Health()).jobs:
             return
-    members[0].client.call(messages.Wipe(job=owned.job.job_id, generation=owned.generation))
+    members[0].client.call(Wipe(job=owned.job.job_id, generation=owned.generation))
 
 
 def _open(owned: OwnedCheckpoint, member: Member, assignment: Assignment) -> None:
     job, committed = owned.job, assignment.committed
     member.client.call(
-        messages.OpenJob(
+        OpenJob(
             job=job.job_id,
             generation=owned.generation,
             key_groups=job.key_groups,
             committed_epoch=committed.epoch,
-            committed_by=[int(number) for number in committed.by or ()],
-            stages=[stage.to_json() for stage in job.stages],
+            committed_by=committed.by,
+            stages=job.stages,
             checkpoint=owned.storage.location,
             heartbeat_ms=round(1000 * assignment.heartbeat_s),
         )
     )
 
 
-def _hand_over(owned: OwnedCheckpoint, member: Member, assignment: Assignment) -> list[dict[str, Any]]:
+def _hand_over(owned: OwnedCheckpoint, member: Member, assignment: Assignment) -> tuple[SharedOffer, ...]:
     """Let a worker give up what it is not to have any more, before anybody else takes it."""
-    answer, _ = member.client.call(
-        messages.HandOver(
+    answer = member.client.call(
+        HandOver(
             job=owned.job.job_id,
             generation=owned.generation,
             epoch=assignment.committed.epoch,
             number=assignment.number,
-            keep=[int(group) for group in assignment.route.groups_of(member.worker)],
+            keep=assignment.route.groups_of(member.worker),
         )
     )
-    offers: list[dict[str, Any]] = answer["shared"]
-    return offers
+    return answer.offers
 
 
 def _assign(
     owned: OwnedCheckpoint, member: Member, members: Sequence[Member], assignment: Assignment
-) -> Mapping[str, Any]:
+) -> TransferProgress:
     committed, files = assignment.committed, assignment.files
-    answer, _ = member.client.call(
-        messages.Assign(
+    answer = member.client.call(
+        Assign(
             job=owned.job.job_id,
             generation=owned.generation,
             epoch=committed.epoch,
             number=assignment.number,
-            groups=[int(group) for group in assignment.route.groups_of(member.worker)],
-            snapshot=[asdict(file) for file in files.snapshot_files],
-            changes=[asdict(file) for file in files.change_files],
+            groups=assignment.route.groups_of(member.worker),
+            snapshot=tuple(files.snapshot_files),
+            changes=tuple(files.change_files),
             freeze=assignment.before is not None,
             peers=_peers_of(member, members, assignment),
-            shared=assignment.offers or [],
+            shared=tuple(assignment.offers or ()),
             drain=assignment.drain,
             peer_timeout_ms=round(1000 * assignment.peer_timeout_s),
         )
     )
     logger.debug("worker %s at epoch %d: %s", member.worker, committed.epoch, answer)
-    return answer
+    return answer.progress
 
 
-def _peers_of(member: Member, members: Collection[Member], assignment: Assignment) -> list[dict[str, Any]]:
+def _peers_of(member: Member, members: Collection[Member], assignment: Assignment) -> tuple[PeerOffer, ...]:
     """The other workers that had some of this worker's key groups before."""
     if assignment.before is None or assignment.offers is not None:
-        return []
+        return ()
     mine = set(assignment.route.groups_of(member.worker))
     offers = []
     for other in members:
         offered = mine.intersection(assignment.before.groups_of(other.worker)) if other is not member else ()
         if offered:
-            offers.append({"address": other.address, "groups": sorted(int(group) for group in offered)})
-    return offers
+            offers.append(PeerOffer(address=other.address, groups=tuple(sorted(offered))))
+    return tuple(offers)

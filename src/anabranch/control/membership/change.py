@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from anabranch.checkpoint.manifests import save_route
 from anabranch.control.epochs.durability import Durability
@@ -13,9 +12,10 @@ from anabranch.control.membership.assignment import Assignment, carry_out
 from anabranch.control.membership.members import Member
 from anabranch.control.membership.rescale import Change, Migration
 from anabranch.core import membership_events as events
+from anabranch.core.answers import TransferProgress
 from anabranch.core.errors import AnabranchError, EpochError, LostWorkerError, WorkerError
 from anabranch.core.ids import WorkerId
-from anabranch.wire import messages
+from anabranch.core.requests import Complete, Describe
 
 if TYPE_CHECKING:
     from anabranch.control.membership.cluster import Cluster
@@ -33,10 +33,10 @@ class ChangeInProgress:
         self._cluster = cluster
         self._durability = durability
         self._started_s = cluster.scheduler.monotonic_s()
-        self._answers: dict[WorkerId, Mapping[str, Any]] = {}
+        self._answers: dict[WorkerId, TransferProgress] = {}
         self.made: Change
 
-    def carry_out(self, instruction: events.Instruction) -> list[events.Event]:
+    def carry_out(self, instruction: events.MembershipInstruction) -> list[events.MembershipEvent]:
         """Does what the machine says; what came of it."""
         cluster = self._cluster
         match instruction:
@@ -95,7 +95,7 @@ class ChangeInProgress:
             raise WorkerError("No state worker is left, and this query starts none itself. Start one, then the query.")
         return member
 
-    def _assign(self, instruction: events.AssignGroups) -> events.Event:
+    def _assign(self, instruction: events.AssignGroups) -> events.MembershipEvent:
         cluster, settings = self._cluster, self._cluster.settings
         with cluster.assigning:
             # Asked for only now: from here on they are in use, and not cleaned up.
@@ -123,14 +123,14 @@ class ChangeInProgress:
         """How many keys and further rows each key group had lately; None if too few to tell anything."""
         cluster = self._cluster
         load = [0.0] * cluster.owned.job.key_groups
-        request = messages.Describe(job=cluster.owned.job.job_id, generation=cluster.owned.generation)
+        request = Describe(job=cluster.owned.job.job_id, generation=cluster.owned.generation)
         for member in cluster.members.all:
             try:
-                described, _ = member.client.call(request)
+                described = member.client.call(request)
             except AnabranchError as error:  # one that has just joined knows nothing yet
                 logger.debug("the load of worker %s is not known: %s", member.worker, error)
                 continue
-            for group, weight in described["load"]:
+            for group, weight in described.load:
                 load[group] += weight
         return load if sum(load) >= _LOAD_MIN else None
 
@@ -167,12 +167,11 @@ class ChangeInProgress:
         for member in members:
             cluster.note_progress(member.worker, self._answers[member.worker])
 
-    def _complete(self, member: Member) -> Mapping[str, Any] | None:
+    def _complete(self, member: Member) -> TransferProgress | None:
         """Wait until all has arrived at a worker. If that fails, the rest follows as it would have anyway."""
         owned = self._cluster.owned
         try:
-            answer, _ = member.client.call(messages.Complete(job=owned.job.job_id, generation=owned.generation))
+            return member.client.call(Complete(job=owned.job.job_id, generation=owned.generation))
         except AnabranchError as error:
             logger.warning("not all state has arrived at worker %s: %s", member.worker, error)
             return None
-        return answer

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -22,14 +21,15 @@ from anabranch.control.membership.worker_pool import WorkerPool
 from anabranch.control.owned_checkpoint import OwnedCheckpoint
 from anabranch.control.resume import Resumed
 from anabranch.core import membership_events as events
+from anabranch.core.answers import SharedOffer, TransferProgress
 from anabranch.core.errors import AnabranchError, EpochError, SettingsError
 from anabranch.core.ids import Epoch, WorkerId
 from anabranch.core.membership import MembershipMachine
+from anabranch.core.requests import CloseJob, Health, Release, ReportProgress
 from anabranch.core.routes import Route
 from anabranch.core.settings import Settings
 from anabranch.runtime.scheduler import Scheduler
 from anabranch.runtime.threads import THREADS
-from anabranch.wire import messages
 from anabranch.wire.routed import Routing
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Cluster:
         #: For those who look at all workers: whether key groups change hands meanwhile.
         self.change_counter = ChangeCounter(scheduler)
         #: Where key groups are that workers gave up during a change which failed, in a store that they share.
-        self.offers: list[dict[str, Any]] = []
+        self.offers: list[SharedOffer] = []
         #: Held while key groups are assigned: until that is over, workers do not know what they will read.
         self.assigning = scheduler.lock()
         #: What workers may still be reading from the checkpoint: each assignment points them to its own files.
@@ -111,7 +111,7 @@ class Cluster:
             return list(self.gone.values())
 
     @property
-    def recruits(self) -> list[Member]:
+    def pending_workers(self) -> list[Member]:
         """Workers that wait to be let in."""
         with self.notes:
             return list(self.waiting.values())
@@ -153,8 +153,8 @@ class Cluster:
 
     def rescale(self, rescale: Rescale) -> Rescale:
         """Have so many workers; without a number: share the load out anew."""
-        wish = events.Wish(rescale.number, rescale.workers, dict(rescale.parallelism))
-        return self._ask(rescale, events.RescaleWanted(wish))
+        request = events.RescaleRequest(rescale.number, rescale.workers, dict(rescale.parallelism))
+        return self._ask(rescale, events.RescaleWanted(request))
 
     def scale_out(self, in_force: Mapping[int, int]) -> Rescale:
         """One worker more than was asked for last, and one task more for each of these stages, given how many it has.
@@ -177,7 +177,7 @@ class Cluster:
         rescale = Rescale(f"worker {worker} leaves")
         return self._ask(rescale, events.DrainWanted(worker, rescale.number))
 
-    def _ask(self, rescale: Rescale, event: events.Event) -> Rescale:
+    def _ask(self, rescale: Rescale, event: events.MembershipEvent) -> Rescale:
         with self.notes:
             instructions = self._machine.handle(event)
             self.rescales[rescale.number] = rescale
@@ -204,7 +204,7 @@ class Cluster:
         """Let go of lost and leaving workers, let in new ones, and share the key groups out among those that stay."""
         with self.change_counter.changing():
             change = ChangeInProgress(self, durability)
-            queue: list[events.Event] = [events.ChangeBegun(next_epoch)]
+            queue: list[events.MembershipEvent] = [events.ChangeBegun(next_epoch)]
             while queue:
                 instructions = self._decide(queue.pop(0))
                 with self._given_up_on_errors():
@@ -221,19 +221,19 @@ class Cluster:
                 self._do_all(self._decide(events.ChangeFailed()))
             raise
 
-    def _decide(self, event: events.Event) -> list[events.Instruction]:
+    def _decide(self, event: events.MembershipEvent) -> list[events.MembershipInstruction]:
         with self.notes:
             return self._machine.handle(event)
 
-    def _do_all(self, instructions: Sequence[events.Instruction]) -> None:
+    def _do_all(self, instructions: Sequence[events.MembershipInstruction]) -> None:
         for instruction in instructions:
             self.do(instruction)
 
-    def do(self, instruction: events.Instruction) -> None:
+    def do(self, instruction: events.MembershipInstruction) -> None:
         """Carries out what is not part of a change."""
         match instruction:
             case events.StartWorkers():
-                self.scheduler.start(partial(self._start_workers, instruction.count), name="anabranch-recruit")
+                self.scheduler.start(partial(self._start_workers, instruction.count), name="anabranch-start")
             case events.EndRescale():
                 with self.notes:
                     rescale = self.rescales.pop(instruction.rescale)
@@ -275,10 +275,10 @@ class Cluster:
 
     # ---------------------------------------------------------------------------------------- migrations
 
-    def note_progress(self, worker: WorkerId, progress: Mapping[str, Any]) -> None:
+    def note_progress(self, worker: WorkerId, progress: TransferProgress) -> None:
         """What a worker says about the key groups that are on their way to it."""
         self.migrations.note(worker, progress)
-        told = events.ProgressTold(worker, int(progress["assignment"]), int(progress["pendingGroups"]))
+        told = events.ProgressTold(worker, progress.assignment, progress.pending_groups)
         self._do_all(self._decide(told))
 
     def files_in_use(self) -> Sequence[StateFiles]:
@@ -286,7 +286,7 @@ class Cluster:
         with self.assigning:
             files = self.adopted_from
             try:
-                if any(self._progress_of(member)["pendingGroups"] for member in self.members.all):
+                if any(self._progress_of(member).pending_groups for member in self.members.all):
                     return files
             except AnabranchError as error:
                 logger.info("what workers are reading is not known: %s", error)
@@ -294,15 +294,14 @@ class Cluster:
             self.adopted_from = []
             return []
 
-    def _progress_of(self, member: Member) -> Mapping[str, Any]:
-        request = messages.Progress(job=self.owned.job.job_id, generation=self.owned.generation)
-        answer, _ = member.client.call(request, timeout_s=max(self.settings.heartbeat_s, 1.0))
-        return answer
+    def _progress_of(self, member: Member) -> TransferProgress:
+        request = ReportProgress(job=self.owned.job.job_id, generation=self.owned.generation)
+        return member.client.call(request, timeout_s=max(self.settings.heartbeat_s, 1.0))
 
     def _finish_migration(self, instruction: events.FinishMigration) -> None:
         """All state has arrived: those that kept it may let go of it, and leave if they are to."""
         job, generation = self.owned.job.job_id, self.owned.generation
-        request = messages.Release(job=job, generation=generation, number=instruction.number)
+        request = Release(job=job, generation=generation, number=instruction.number)
         for member in self.members.all:
             try:
                 member.client.call(request)
@@ -318,7 +317,7 @@ class Cluster:
     def _take_leave(self, member: Member, *, goes_on: bool = False) -> None:
         job, generation = self.owned.job.job_id, self.owned.generation
         try:
-            member.client.call(messages.CloseJob(job=job, generation=generation, goes_on=goes_on))
+            member.client.call(CloseJob(job=job, generation=generation, goes_on=goes_on))
         except AnabranchError as error:
             logger.info("worker %s could not be told that it may go: %s", member.worker, error)
         logger.info("worker %s has left", member.worker)
@@ -359,11 +358,11 @@ class Cluster:
             self.note_lost(member.worker, "its process has ended")
             return False
         try:
-            health, _ = member.client.call(messages.Health(), timeout_s=self.settings.worker_timeout_s)
+            health = member.client.call(Health(), timeout_s=self.settings.worker_timeout_s)
         except AnabranchError as error:
             self.note_lost(member.worker, str(error))
             return False
-        return health["worker"] == member.worker and self.owned.job.job_id in health["jobs"]
+        return health.worker == member.worker and self.owned.job.job_id in health.jobs
 
     def make_routing(self) -> Routing:
         position = {member.worker: number for number, member in enumerate(self.members.all)}

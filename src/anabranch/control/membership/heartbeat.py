@@ -9,9 +9,9 @@ from typing import Protocol
 from anabranch.control.membership.members import Member
 from anabranch.core.errors import AnabranchError
 from anabranch.core.ids import WorkerId
+from anabranch.core.requests import Health
 from anabranch.runtime.scheduler import Scheduler
 from anabranch.runtime.threads import THREADS
-from anabranch.wire.messages import Health
 
 logger = logging.getLogger(__name__)
 
@@ -84,12 +84,12 @@ class Heartbeat:
 
     def _look_at(self, member: Member) -> None:
         try:
-            health, _ = member.client.call(Health(), timeout_s=max(self._heartbeat_s, 1.0))
+            health = member.client.call(Health(), timeout_s=max(self._heartbeat_s, 1.0))
         except AnabranchError:
             since = self._silent_since.setdefault(member.worker, self._scheduler.monotonic_s())
             if self._scheduler.monotonic_s() - since >= self._worker_timeout_s:
                 self._cluster.report_lost(member.worker, f"silent for {self._worker_timeout_s:g} s")
             return
         self._silent_since.pop(member.worker, None)
-        if health.get("leaving"):
+        if health.leaving:
             self._cluster.report_leaving(member.worker)

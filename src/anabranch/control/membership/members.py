@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from anabranch.control.membership.launcher import WorkerAddress
 from anabranch.core.errors import SettingsError, WorkerError
 from anabranch.core.ids import WorkerId
+from anabranch.core.requests import Health
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.credentials import Credentials
-from anabranch.wire.messages import Health
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def discover(
     members = []
     for address in addresses:
         client = WorkerClient(address, timeout_s=timeout_s, credentials=credentials)
-        health, _ = client.call(Health(), timeout_s=start_timeout_s)
-        members.append(Member(WorkerId(health["worker"]), address, int(health["pid"]), client, str(health["store"])))
+        health = client.call(Health(), timeout_s=start_timeout_s)
+        members.append(Member(health.worker, address, health.pid, client, health.store))
     ids = [member.worker for member in members]
     for member in members:
         if ids.count(member.worker) > 1:

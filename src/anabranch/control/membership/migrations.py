@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from anabranch.control.membership.rescale import Migration, Rescale
+from anabranch.core.answers import TransferProgress
 from anabranch.core.ids import WorkerId
 from anabranch.core.membership_events import RescaleState
 from anabranch.runtime.scheduler import Scheduler
@@ -41,14 +42,14 @@ class Migrations:
         for handle in handles:
             handle.begin(migration)
 
-    def note(self, worker: WorkerId, progress: Mapping[str, Any]) -> None:
+    def note(self, worker: WorkerId, progress: TransferProgress) -> None:
         """What a worker says. What it said before the last change is no news."""
         with self._lock:
-            if not self._all or progress["assignment"] != self._all[-1].number:
+            if not self._all or progress.assignment != self._all[-1].number:
                 return
             for migration in self._all:
                 if migration.seconds is None:
-                    migration.latest[worker] = {name: int(progress[name]) for name in _FIGURES}
+                    migration.latest[worker] = progress
 
     def finish(self, number: int) -> None:
         """All state has arrived that was on its way since the migration with this number, or before it."""
@@ -71,6 +72,3 @@ class Migrations:
     def to_json(self) -> list[dict[str, Any]]:
         with self._lock:
             return [migration.to_json() for migration in self._all]
-
-
-_FIGURES = ("pendingGroups", "fetched_rows", "fetched_bytes", "drained_rows", "drained_bytes")

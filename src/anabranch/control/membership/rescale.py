@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from anabranch.core.answers import TransferProgress
 from anabranch.core.ids import Epoch, WorkerId
 from anabranch.core.membership_events import RescaleState
 
@@ -28,9 +29,9 @@ class Migration:
     joined: tuple[WorkerId, ...]
     left: tuple[WorkerId, ...]
     #: What each worker had brought before.
-    baseline: Mapping[WorkerId, Mapping[str, int]] = field(default_factory=dict)
+    baseline: Mapping[WorkerId, TransferProgress] = field(default_factory=dict)
     #: What each worker says last.
-    latest: dict[WorkerId, Mapping[str, int]] = field(default_factory=dict)
+    latest: dict[WorkerId, TransferProgress] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
     started_at: float = field(default_factory=time.time)
     seconds: float | None = None
@@ -46,18 +47,16 @@ class Migration:
             return 0
         if not self.latest:
             return self.groups_moving
-        return sum(progress["pendingGroups"] for progress in self.latest.values())
+        return sum(progress.pending_groups for progress in self.latest.values())
 
     def finish(self) -> None:
         if self.seconds is None:
             self.seconds = time.monotonic() - self.started_s
 
-    def moved(self, what: str) -> int:
+    def moved(self, figure: Callable[[TransferProgress], int]) -> int:
         """Rows or bytes that were brought since the migration began."""
-        return sum(
-            max(0, progress[what] - self.baseline.get(worker, {}).get(what, 0))
-            for worker, progress in self.latest.items()
-        )
+        before = {worker: figure(progress) for worker, progress in self.baseline.items()}
+        return sum(max(0, figure(progress) - before.get(worker, 0)) for worker, progress in self.latest.items())
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -70,10 +69,10 @@ class Migration:
             "left": list(self.left),
             "groupsMoving": self.groups_moving,
             "groupsPending": self.pending,
-            "rowsFetched": self.moved("fetched_rows"),
-            "rowsDrained": self.moved("drained_rows"),
-            "bytesFetched": self.moved("fetched_bytes"),
-            "bytesDrained": self.moved("drained_bytes"),
+            "rowsFetched": self.moved(lambda told: told.fetched_rows),
+            "rowsDrained": self.moved(lambda told: told.drained_rows),
+            "bytesFetched": self.moved(lambda told: told.fetched_bytes),
+            "bytesDrained": self.moved(lambda told: told.drained_bytes),
             "changeMs": self.change_ms,
             "seconds": round(time.monotonic() - self.started_s if self.seconds is None else self.seconds, 3),
             "done": self.seconds is not None,

@@ -17,6 +17,7 @@ from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
+from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, INDEX, Op, StageSpec
 from anabranch.engine.late import LateKind, carried_columns, project_and_carry, time_type
 from anabranch.engine.stages import EpochContext, StageClock
@@ -25,7 +26,7 @@ from anabranch.operators.aggregate.functions import AggregateFunction
 from anabranch.operators.aggregate.merge import How, merge_columns, null_where_overflowed
 from anabranch.operators.keys import key_name, nullable_field
 from anabranch.operators.matching import rows_of_other_keys
-from anabranch.wire.routed import Answers, Expiry, RoutedState, StageAccess
+from anabranch.wire.routed import Answers, RoutedState, StageAccess
 
 #: The state variable of an aggregate stage.
 VARIABLE = "aggregates"

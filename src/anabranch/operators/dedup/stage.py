@@ -16,6 +16,7 @@ from pyspark.sql.types import DataType, DoubleType, FloatType, StructField, Stru
 
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
+from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, INDEX, Layout, Op, StageSpec
 from anabranch.engine.late import LateKind, time_type
 from anabranch.engine.stages import EpochContext, StageClock
@@ -25,7 +26,7 @@ from anabranch.operators.keys import key_name, nullable_field
 from anabranch.operators.matching import rows_of_other_keys
 from anabranch.operators.process.grouping import Groups, group_rows
 from anabranch.operators.state import note_dropped
-from anabranch.wire.routed import Answers, Expiry, RoutedState, StageAccess
+from anabranch.wire.routed import Answers, RoutedState, StageAccess
 
 #: The state variable of the stage: the keys that have been seen.
 VARIABLE = "seen"

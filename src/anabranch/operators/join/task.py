@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from anabranch.core.eventtime import EventTime
+from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, INDEX, OP, POSITION, Op, StageSpec
 from anabranch.engine.tasks import TaskEpoch
 from anabranch.operators.join.core import Condition, Flags, JoinEpoch, JoinRows, SideOutcome
@@ -18,7 +19,7 @@ from anabranch.operators.join.predicate import LEFT, RIGHT, Operand, Place, Term
 from anabranch.operators.join.sides import VARIABLES, JoinType, RowTime, Side
 from anabranch.operators.process.grouping import group_rows
 from anabranch.operators.state import note_dropped
-from anabranch.wire.routed import Answers, Expiry, RoutedState
+from anabranch.wire.routed import Answers, RoutedState
 
 #: Rows of one batch that goes back to Spark.
 _MAX_ROWS_PER_BATCH = 65_536

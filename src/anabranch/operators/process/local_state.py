@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from anabranch.core.errors import EpochError
+from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, INDEX, Layout, Op
 from anabranch.operators.process.grouping import find_keys
 from anabranch.operators.process.handles import LocalHandle
@@ -19,7 +20,6 @@ from anabranch.operators.process.timers import TIMERS
 from anabranch.operators.process.tuples import UnstorableError
 from anabranch.operators.process.variable import Changes, Entries
 from anabranch.operators.state import StageState
-from anabranch.wire.routed import Expiry
 
 Answer = tuple[npt.NDArray[np.int64], list[pa.Array]]
 

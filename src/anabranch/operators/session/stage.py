@@ -16,6 +16,7 @@ from pyspark.sql.types import StructType
 
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
+from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, INDEX, Layout, Op, StageSpec
 from anabranch.engine.late import LateKind, carried_columns, time_type
 from anabranch.engine.stages import EpochContext, StageClock
@@ -32,7 +33,7 @@ from anabranch.operators.keys import key_name
 from anabranch.operators.matching import rows_of_other_keys
 from anabranch.operators.process.grouping import Groups, group_rows
 from anabranch.operators.session.intervals import Flags, Numbers, Sessions, reduced, united
-from anabranch.wire.routed import Expiry, RoutedState, StageAccess
+from anabranch.wire.routed import RoutedState, StageAccess
 
 #: The state variable of a session stage: of each key its sessions, by their start.
 VARIABLE = "sessions"

@@ -5,28 +5,29 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from anabranch.core import requests
+from anabranch.core.answers import Done, Opened, SharedOffer, WorkerHealth
 from anabranch.core.errors import WorkerError
-from anabranch.core.ids import WorkerId
-from anabranch.wire import messages
+from anabranch.core.ids import JobId, WorkerId
+from anabranch.core.requests import JobRequest, PeerOffer, Request
+from anabranch.core.schemas import HASH
 from anabranch.wire.credentials import Credentials
-from anabranch.wire.frames import Parts
+from anabranch.wire.frames import Parts, Tables
+from anabranch.wire.messages import FURTHER_ROWS, KEYS, kind_of
 from anabranch.worker.parts import PRODUCTION, WorkerParts
-from anabranch.worker.server import admission
-from anabranch.worker.server.job import WorkerJob
-from anabranch.worker.server.staging import Tables
+from anabranch.worker.server.job import Batches, WorkerJob
+from anabranch.worker.state.job_state import JobShape
 from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.stores.shared import wipe
 
 #: How often a worker that is to go looks whether it may.
 _LEAVE_INTERVAL_S = 0.1
-
-Answer = tuple[dict[str, Any], Parts]
-Batches = tuple[pa.Schema, Iterator[pa.RecordBatch]]
 
 
 class WorkerJobs:
@@ -40,40 +41,40 @@ class WorkerJobs:
         self._credentials = credentials
         self._parts = parts
         self._lock = parts.scheduler.lock()
-        self._jobs: dict[str, WorkerJob] = {}
+        self._jobs: dict[JobId, WorkerJob] = {}
         self._leaving = False
         self._asked_s = parts.scheduler.monotonic_s()
         #: How often the driver of each job looks after this worker.
-        self._heartbeats_s: dict[str, float] = {}
+        self._heartbeats_s: dict[JobId, float] = {}
         #: Called with the id of a job that goes on without this worker.
         self.on_dismissed: Callable[[str], None] = lambda _: None
+        #: What answers each type of request that does not need an open job. All others are a job's.
+        self.handlers: dict[type[Request[Any]], Callable[[Any], Any]] = {
+            requests.Health: self._health,
+            requests.OpenJob: self._open,
+            requests.CloseJob: self._close_job,
+            requests.Wipe: self._wipe,
+        }
 
-    def answer(self, request: messages.Request, tables: Tables) -> Answer:
-        """Does what a request says, and gives the header and the tables of the answer."""
-        match request:
-            case messages.Health():
-                return self._health(), ()
-            case messages.OpenJob():
-                return self._open(request), ()
-            case messages.CloseJob():
-                return self._close_job(request), ()
-            case messages.Wipe():
-                return self._wipe(request), ()
-            case messages.Scan() | messages.FetchGroups() | messages.FetchDue():
-                raise WorkerError(f"{request.kind()!r} is a ticket, not an action. Run the same version everywhere.")
-            case messages.JobRequest():
-                job = self._job(request)
-                admission.check(request, tables, job.shape)
-                return _answered(job, request, tables)
-        raise WorkerError(f"{request.kind()!r} is not something to ask a worker. Run the same version everywhere.")
+    def answer(self, request: Request[Any], tables: Tables) -> tuple[Any, Parts]:
+        """Does what a request says, and gives the answer, and the tables that go with it."""
+        if (handler := self.handlers.get(type(request))) is not None:
+            return handler(request), ()
+        job = self._job_of(request)
+        check(request, tables, job.shape)
+        if (exchange := job.exchanges.get(type(request))) is not None:
+            return Done(), exchange(request, tables)
+        if (handler := job.handlers.get(type(request))) is not None:
+            return handler(request), ()
+        raise WorkerError(f"{kind_of(type(request))!r} is a ticket, not an action. Run the same version everywhere.")
 
-    def stream(self, request: messages.Request) -> Batches:
+    def stream(self, request: Request[Any]) -> Batches:
         """The rows that a request asks for, in pieces."""
-        if not isinstance(request, messages.Scan | messages.FetchGroups | messages.FetchDue):
-            raise WorkerError(f"{request.kind()!r} is not a ticket. Only scans are.")
-        job = self._job(request)
-        admission.check(request, {}, job.shape)
-        return job.scan(request)
+        if not isinstance(request, requests.RowRequest):
+            raise WorkerError(f"{kind_of(type(request))!r} is not a ticket. Only scans are.")
+        job = self._job_of(request)
+        check(request, {}, job.shape)
+        return job.streams[type(request)](request)
 
     def leave(self, *, patience_s: float, urgent: threading.Event) -> None:
         """Tells drivers that this worker is to go, and waits until others have all that it holds.
@@ -99,18 +100,17 @@ class WorkerJobs:
         for job in self._jobs.values():
             job.close()
 
-    def _health(self) -> dict[str, Any]:
+    def _health(self, _: requests.Health) -> WorkerHealth:
         self._asked_s = self._parts.scheduler.monotonic_s()
-        return {
-            "worker": self.worker,
-            "pid": os.getpid(),
-            "store": self._stores.kind,
-            "jobs": sorted(name for name, job in self._jobs.items() if not job.is_broken),
-            "leaving": self._leaving,
-        }
+        return WorkerHealth(
+            worker=self.worker,
+            pid=os.getpid(),
+            store=self._stores.kind,
+            jobs=frozenset(name for name, job in self._jobs.items() if not job.is_broken),
+            leaving=self._leaving,
+        )
 
-    def _open(self, request: messages.OpenJob) -> dict[str, Any]:
-        admission.check_opening(request)
+    def _open(self, request: requests.OpenJob) -> Opened:
         with self._lock:
             if request.job not in self._jobs:
                 self._jobs[request.job] = WorkerJob(
@@ -123,11 +123,11 @@ class WorkerJobs:
             self._asked_s = self._parts.scheduler.monotonic_s()
         return answer
 
-    def _close_job(self, request: messages.CloseJob) -> dict[str, Any]:
+    def _close_job(self, request: requests.CloseJob) -> Done:
         with self._lock:
             job = self._jobs.get(request.job)
             if job is None:
-                return {}
+                return Done()
             job.check_generation(request)
             del self._jobs[request.job]
             self._heartbeats_s = {each: s for each, s in self._heartbeats_s.items() if each in self._jobs}
@@ -136,9 +136,9 @@ class WorkerJobs:
             shutil.rmtree(folder, ignore_errors=True)
         if request.goes_on and not self._leaving:
             self.on_dismissed(request.job)
-        return {}
+        return Done()
 
-    def _wipe(self, request: messages.Wipe) -> dict[str, Any]:
+    def _wipe(self, request: requests.Wipe) -> Done:
         with self._lock:
             job = self._jobs.get(request.job)
         if job is not None:
@@ -148,40 +148,62 @@ class WorkerJobs:
                 raise WorkerError(f"The worker {self.worker} takes part in the job {request.job}; nothing is removed.")
         if self._stores.connection is not None:
             wipe(self._stores.connection, request.job)
-        return {}
+        return Done()
 
-    def _job(self, request: messages.JobRequest) -> WorkerJob:
-        job = self._jobs.get(request.job)
+    def _job_of(self, request: Request[Any]) -> WorkerJob:
+        job = self._jobs.get(request.job) if isinstance(request, JobRequest) else None
         if job is None:
             raise WorkerError(
-                f"The worker {self.worker} does not take part in the job {request.job}: it was restarted, or the job "
-                "was closed. Start the query again: it resumes from its checkpoint."
+                f"The worker {self.worker} does not take part in the job {getattr(request, 'job', '')}: it was "
+                "restarted, or the job was closed. Start the query again: it resumes from its checkpoint."
             )
         return job
 
 
-def _answered(job: WorkerJob, request: messages.JobRequest, tables: Tables) -> Answer:
-    """The answer of a job that takes part here."""
+def check(request: Request[Any], tables: Tables, shape: JobShape) -> None:
+    """Raises an error if a request does not fit the job. Changes are checked where they are staged."""
     match request:
-        case messages.Read():
-            return {}, job.read(request, tables)
-        case messages.Write():
-            return job.write(request, tables), ()
-        case messages.FetchKeys():
-            return {}, job.fetch_keys(request, tables)
-    handlers: dict[type[messages.JobRequest], Callable[[Any], dict[str, Any]]] = {
-        messages.Assign: job.assign,
-        messages.HandOver: job.hand_over,
-        messages.Begin: job.begin,
-        messages.LookUpRoute: job.look_up_route,
-        messages.Seals: job.seals,
-        messages.Prepare: job.prepare,
-        messages.Commit: job.commit,
-        messages.Abort: job.abort,
-        messages.Flush: job.flush,
-        messages.Progress: job.progress,
-        messages.Complete: job.complete,
-        messages.Release: job.release,
-        messages.Describe: job.describe,
-    }
-    return handlers[type(request)](request), ()
+        case requests.Assign():
+            offers: list[PeerOffer | SharedOffer] = [*request.peers, *request.shared]
+            offered = [group for offer in offers for group in offer.groups]
+            _check_groups(request, [*request.groups, *offered], shape)
+        case requests.HandOver():
+            _check_groups(request, request.keep, shape)
+        case requests.Read():
+            _check_groups(request, request.groups, shape)
+            _check_keys(request, tables, shape)
+            _check_load(request, tables.get(FURTHER_ROWS), shape)
+        case requests.FetchGroups() | requests.FetchDue():
+            _check_groups(request, request.groups, shape)
+        case requests.FetchKeys():
+            _check_keys(request, tables, shape)
+
+
+def _check_groups(request: Request[Any], groups: Collection[int], shape: JobShape) -> None:
+    if groups and not (min(groups) >= 0 and max(groups) < shape.key_groups):
+        raise _unfit(request, f"names key groups that do not exist: they go from 0 to {shape.key_groups - 1}")
+
+
+def _check_keys(request: requests.Read | requests.FetchKeys, tables: Tables, shape: JobShape) -> None:
+    keys, spec = tables.get(KEYS), shape.stages.get(request.stage)
+    if keys is None or spec is None:
+        return  # the job says so itself
+    expected = next((layout.keys for layout in spec.layouts.values()), keys.schema)
+    if (keys.schema.names, keys.schema.types) != (expected.names, expected.types):
+        raise _unfit(request, f"has keys with the columns {keys.schema.names}, not {expected.names} of their types")
+    if keys.column(HASH).null_count:
+        raise _unfit(request, "has keys without a hash")
+
+
+def _check_load(request: requests.Read, rows: pa.Table | None, shape: JobShape) -> None:
+    if rows is None:
+        return
+    are_numbers = len(rows.schema) == 2 and all(pa.types.is_integer(kind) for kind in rows.schema.types)
+    if not are_numbers or any(column.null_count for column in rows.columns):
+        raise _unfit(request, "tells of further rows otherwise than by key group and number")
+    if len(rows):
+        _check_groups(request, list(pc.min_max(rows.column(0)).as_py().values()), shape)
+
+
+def _unfit(request: Request[Any], what: str) -> WorkerError:
+    return WorkerError(f"The request {kind_of(type(request))!r} {what}. Run the same version of anabranch everywhere.")

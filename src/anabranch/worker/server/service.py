@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 import os
 import threading
@@ -16,11 +15,12 @@ from pyarrow import flight
 from anabranch.core.errors import AnabranchError, WorkerError
 from anabranch.core.ids import WorkerId
 from anabranch.wire import messages
-from anabranch.wire.client import TOKEN_HEADER, encode_error
+from anabranch.wire.client import encode_error
 from anabranch.wire.credentials import Credentials
 from anabranch.wire.descriptors import LOG_VARIABLE
-from anabranch.wire.frames import MAX_HEADER_BYTES, answers, unpack
-from anabranch.worker.server.jobs import Answer, Batches, WorkerJobs
+from anabranch.wire.frames import MAX_HEADER_BYTES, Parts, answers, read_json, unpack
+from anabranch.worker.server.job import Batches
+from anabranch.worker.server.jobs import WorkerJobs
 from anabranch.worker.stores.options import StoreOptions
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class _TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         self._token = token.encode()
 
     def start_call(self, _info: Any, headers: Mapping[str, list[bytes | str]]) -> None:
-        sent = [value.encode() if isinstance(value, str) else value for value in headers.get(TOKEN_HEADER, [])]
+        sent = [value.encode() if isinstance(value, str) else value for value in headers.get(messages.TOKEN_HEADER, [])]
         if len(sent) != 1 or not hmac.compare_digest(sent[0], self._token):
             error = WorkerError(
                 "The worker asks for another token. Give driver and workers the same anabranch.token, or start both as "
@@ -74,21 +74,19 @@ class StateService(flight.FlightServerBase):  # type: ignore[misc]
         self.shutdown()
         self._jobs.close()
 
-    def _handle(self, kind: str, body: pa.Buffer) -> Answer:
-        header, tables = unpack(body, thorough=True)
-        request = messages.decode(kind, header)
-        return self._jobs.answer(request, tables)
+    def _handle(self, kind: str, body: pa.Buffer) -> tuple[dict[str, Any], Parts]:
+        document, tables = unpack(body, thorough=True)
+        answer, parts = self._jobs.answer(messages.decode(kind, document), tables)
+        return messages.encode(answer), parts
 
     def _scan(self, ticket: bytes) -> Batches:
         if len(ticket) > MAX_HEADER_BYTES:
             raise WorkerError(f"The ticket is larger than {MAX_HEADER_BYTES >> 20} MiB. Ask for less at a time.")
         try:
-            document = json.loads(ticket)
-            kind = str(document.pop("kind"))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            document = read_json(ticket)
+        except (ValueError, RecursionError):
             raise WorkerError("The ticket cannot be read. Run the same version of anabranch everywhere.") from None
-        request = messages.decode(kind, document)
-        return self._jobs.stream(request)
+        return self._jobs.stream(messages.decode_ticket(document))
 
     @property
     def is_free(self) -> bool:

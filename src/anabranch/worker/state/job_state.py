@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from anabranch.checkpoint.manifests import ChangeFile, SnapshotFile
+from anabranch.core import requests
+from anabranch.core.answers import HeldState, HeldVariable, SharedOffer, TransferProgress
 from anabranch.core.errors import WorkerError
 from anabranch.core.eventtime import EventTime
+from anabranch.core.ids import JobId, StageNumber
 from anabranch.core.keygroups import key_groups_of
+from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, INDEX, StageSpec
-from anabranch.wire import messages
 from anabranch.wire.credentials import Credentials
-from anabranch.wire.frames import Parts
-from anabranch.wire.routed import DUE, EXPIRED, REST, Expiry
+from anabranch.wire.frames import Parts, Tables
+from anabranch.wire.messages import DUE, ENTRIES, EXPIRED, REST
 from anabranch.worker.parts import PRODUCTION, WorkerParts
-from anabranch.worker.server.staging import Tables
 from anabranch.worker.state.key_recurrence import KeyRecurrence
 from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores import Store
@@ -31,7 +31,7 @@ from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.stores.redis import RedisStore
 from anabranch.worker.stores.shared import SharedState, refuse_shared
 from anabranch.worker.transfer.group_ownership import GroupOwnership, Sources, Variable
-from anabranch.worker.transfer.peers import ENTRIES, Peer, PeerOrigin
+from anabranch.worker.transfer.peers import Peer, PeerOrigin
 from anabranch.worker.transfer.sources import CheckpointOrigin
 
 #: Newer than any epoch: what is frozen does not change any more.
@@ -52,7 +52,7 @@ class JobShape:
 class JobState:
     """All variables of a job. Any thread may call any method; what changes state is called by one at a time."""
 
-    def __init__(self, shape: JobShape, stores: StoreOptions, job: str, parts: WorkerParts = PRODUCTION) -> None:
+    def __init__(self, shape: JobShape, stores: StoreOptions, job: JobId, parts: WorkerParts = PRODUCTION) -> None:
         self.shape = shape
         self._parts = parts
         self.storage = parts.open_storage(shape.checkpoint)
@@ -72,18 +72,18 @@ class JobState:
         #: Only if the job's state is in a store that workers share.
         self._shared = SharedState(self._states.values(), remote) if remote else None
 
-    def hand_over(self, request: messages.HandOver) -> dict[str, Any]:
+    def hand_over(self, request: requests.HandOver) -> tuple[SharedOffer, ...]:
         """Keep only some key groups; the others are left in the shared store, as far as they are whole."""
         if self._shared is None:
             refuse_shared([request.keep])
-            return {"shared": []}
+            return ()
         groups = self.ownership.groups - set(request.keep)
         pending = frozenset(group for variable in self._states for group in self.ownership.pending(variable))
         with self._lost_on_errors():
             shared = self._shared.hand_over(groups - pending, request.epoch)
             self._shared.forget(groups)
             self.ownership.give_up(groups)
-        return {"shared": shared}
+        return shared
 
     @property
     def is_lost(self) -> bool:
@@ -104,32 +104,29 @@ class JobState:
             self._is_torn = self._shared is not None
             raise
 
-    def assign(self, request: messages.Assign, credentials: Credentials) -> dict[str, Any]:
+    def assign(self, request: requests.Assign, credentials: Credentials) -> tuple[int, int]:
         """Hold exactly these key groups; answers with how many came and went."""
         with self._lost_on_errors():
             return self._assign(request, credentials)
 
-    def _assign(self, request: messages.Assign, credentials: Credentials) -> dict[str, Any]:
-        snapshot = [SnapshotFile(**file) for file in request.snapshot]
-        changes = [ChangeFile(**file) for file in request.changes]
-
+    def _assign(self, request: requests.Assign, credentials: Credentials) -> tuple[int, int]:
         def from_checkpoint(variable: Variable, groups: Collection[int]) -> CheckpointOrigin:
             return CheckpointOrigin(
                 self.storage,
                 self._states[variable].layout,
                 groups,
-                [file for file in snapshot if (file.stage, file.variable) == variable],
-                [file for file in changes if (file.stage, file.variable) == variable],
+                [file for file in request.snapshot if (file.stage, file.variable) == variable],
+                [file for file in request.changes if (file.stage, file.variable) == variable],
             )
 
         def from_peer(peer: Peer, variable: Variable) -> PeerOrigin:
-            return PeerOrigin(peer, variable[0], self._states[variable].layout, self._parts.connect)
+            return PeerOrigin(peer, StageNumber(variable[0]), self._states[variable].layout, self._parts.connect)
 
         peers = {}
         for offer in request.peers:
             timeout_s = request.peer_timeout_ms / 1000
-            peer = Peer(offer["address"], request.epoch, timeout_s, credentials, request.job, request.generation)
-            peers[peer.address] = partial(from_peer, peer), frozenset(offer["groups"])
+            peer = Peer(offer.address, request.epoch, timeout_s, credentials, request.job, request.generation)
+            peers[peer.address] = partial(from_peer, peer), frozenset(offer.groups)
         freeze_as_of = request.epoch if request.freeze else None
         shared: frozenset[int] = frozenset()
         if self._shared is None:
@@ -146,7 +143,7 @@ class JobState:
             state.expect_unnoticed(shared)
         if not peers:
             self.ownership.start_drain()
-        return {"adopted": len(adopted), "dropped": len(left)}
+        return len(adopted), len(left)
 
     # ------------------------------------------------------------------------------------------------ layers
 
@@ -172,12 +169,12 @@ class JobState:
 
     # --------------------------------------------------------------------------------------------- for tasks
 
-    def read(self, request: messages.Read, keys: pa.Table, epoch: int) -> Parts:
+    def read(self, request: requests.Read, keys: pa.Table, epoch: int) -> Parts:
         """All that a task asks for is looked up now, and decoded while the answer is on its way."""
         answers: list[Parts] = []
         wanted = keys
         if request.due is not None:
-            due_keys = self._due_keys(Expiry(**request.due), request, keys, epoch)
+            due_keys = self._due_keys(request.due, request, keys, epoch)
             answers.append([(DUE, due_keys)])
             wanted = pa.concat_tables([keys, due_keys])
         hashes = wanted.column(HASH).to_numpy()
@@ -191,9 +188,7 @@ class JobState:
                 rest = _between(state.scan(epoch, request.groups, without=keys), request.hashes)
                 answers.append([(REST + name, state.layout.rows.empty_table())])
                 answers.append(_tables(REST + name, rest))
-        for document in request.expired:
-            expiry = Expiry(**document)
-            answers.append(_tables(EXPIRED + expiry.variable, self._expired(expiry, request, epoch)))
+        answers += [_tables(EXPIRED + each.variable, self._expired(each, request, epoch)) for each in request.expired]
         return chain.from_iterable(answers)
 
     def note_further_rows(self, rows: pa.Table | None) -> None:
@@ -201,7 +196,7 @@ class JobState:
         if rows is not None:
             self.ownership.add_load(rows.column(0).to_numpy(), rows.column(1).to_numpy())
 
-    def _expired(self, expiry: Expiry, request: messages.Read, epoch: int) -> Iterator[pa.RecordBatch]:
+    def _expired(self, expiry: Expiry, request: requests.Read, epoch: int) -> Iterator[pa.RecordBatch]:
         """Rows that are due."""
         variable = request.stage, expiry.variable
         state = self.variable(*variable)
@@ -212,7 +207,7 @@ class JobState:
             groups -= self.ownership.pending(variable)
         return state.due(epoch, groups, event_time, expiry.up_to)
 
-    def _due_keys(self, expiry: Expiry, request: messages.Read, asked: pa.Table, epoch: int) -> pa.Table:
+    def _due_keys(self, expiry: Expiry, request: requests.Read, asked: pa.Table, epoch: int) -> pa.Table:
         """Keys with rows that are due, each once, but for those that were asked for."""
         state = self.variable(request.stage, expiry.variable)
         known, names = state.known_keys(), state.layout.keys.names
@@ -236,7 +231,7 @@ class JobState:
 
     # ------------------------------------------------------------------------------------------- for others
 
-    def fetch_keys(self, request: messages.FetchKeys, keys: pa.Table) -> Parts:
+    def fetch_keys(self, request: requests.FetchKeys, keys: pa.Table) -> Parts:
         """The entries of frozen keys."""
         state = self.variable(request.stage, request.variable)
         hashes = keys.column(HASH).to_numpy()
@@ -247,7 +242,7 @@ class JobState:
         self.ownership.check_frozen(groups, request.as_of)
         return _tables(ENTRIES, entries)
 
-    def fetch_groups(self, request: messages.FetchGroups) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    def fetch_groups(self, request: requests.FetchGroups) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         """All rows of frozen key groups."""
         state, variable = self.variable(request.stage, request.variable), (request.stage, request.variable)
         if request.recent:
@@ -259,7 +254,7 @@ class JobState:
         self.ownership.check_frozen(request.groups, request.as_of)
         return state.layout.rows, rows
 
-    def fetch_due(self, request: messages.FetchDue) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    def fetch_due(self, request: requests.FetchDue) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         """All entries of keys of frozen key groups that have a row which is due."""
         state, variable = self.variable(request.stage, request.variable), (request.stage, request.variable)
         event_time = EventTime(request.column, request.field)
@@ -275,23 +270,22 @@ class JobState:
             return iter(())
         return self._states[variable].latest(_NOW, set(groups) - self.ownership.pending(variable))
 
-    def scan(self, request: messages.Scan) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    def scan(self, request: requests.Scan) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         """All rows of a variable that are this worker's."""
         state = self.variable(request.stage, request.variable)
         self.ownership.complete((request.stage, request.variable))
         return state.layout.rows, state.scan(request.epoch, self.ownership.groups)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, progress: TransferProgress) -> HeldState:
         """What is here. Rows are those of the key groups that this worker owns; bytes are all that it holds."""
         frozen = self.ownership.frozen
-        return {
-            **self.ownership.progress(),
-            "load": [[group, load] for group, load in self.ownership.load().items()],
-            "variables": [
-                {"stage": stage, "variable": variable, "rows": state.rows(without=frozen), "bytes": state.bytes()}
-                for (stage, variable), state in sorted(self._states.items())
-            ],
-        }
+        held = [
+            HeldVariable(
+                stage=StageNumber(stage), variable=variable, rows=state.rows(without=frozen), bytes=state.bytes()
+            )
+            for (stage, variable), state in sorted(self._states.items())
+        ]
+        return HeldState(progress=progress, load=tuple(self.ownership.load().items()), variables=tuple(held))
 
     # ----------------------------------------------------------------------------------------------- lookups
 
@@ -324,12 +318,10 @@ def _split(parts: Parts, keys: int) -> Parts:
         yield DUE + name, after.set_column(0, after.schema.field(0), numbers)
 
 
-def _between(batches: Iterator[pa.RecordBatch], hashes: Sequence[int]) -> Iterator[pa.RecordBatch]:
-    """The rows whose hash is from the first to the last of two, if there are two."""
-    if not hashes:
+def _between(batches: Iterator[pa.RecordBatch], hashes: tuple[int, int] | None) -> Iterator[pa.RecordBatch]:
+    """The rows whose hash is from the first to the last of two, or all of them."""
+    if hashes is None:
         return batches
-    if len(hashes) != 2:
-        raise WorkerError(f"{len(hashes)} hashes are no range. Run the same version of anabranch everywhere.")
     first, last = hashes
 
     def is_meant(of_rows: pa.Array) -> pa.Array:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from anabranch.core.answers import SharedOffer
 from anabranch.core.errors import WorkerError
 from anabranch.core.ids import checked_job_id
 from anabranch.worker.state.variable_state import VariableState
@@ -40,11 +41,8 @@ class SharedState:
         for store in self._stores:
             store.look()
 
-    def hand_over(self, groups: Collection[int], epoch: int) -> list[dict[str, Any]]:
-        """Leave these key groups to others, as of an epoch; answers where they are.
-
-        That is {"incarnation", "groups", "versions"}: a Redis with older ones, when they are taken over, was set back.
-        """
+    def hand_over(self, groups: Collection[int], epoch: int) -> tuple[SharedOffer, ...]:
+        """Leave these key groups to others, as of an epoch; answers where they are."""
         for state in self._states:
             state.fold(epoch)
             state.forget_due(groups)
@@ -56,22 +54,20 @@ class SharedState:
             incarnation = self._incarnations.pop(group, None)
             if incarnation is not None:
                 by_incarnation.setdefault(incarnation, []).append(group)
-        return [
-            {"incarnation": name, "groups": of_it, "versions": [versions[group] for group in of_it]}
+        return tuple(
+            SharedOffer(incarnation=name, groups=tuple(of_it), versions=tuple(versions[group] for group in of_it))
             for name, of_it in by_incarnation.items()
-        ]
+        )
 
-    def take_over(
-        self, wanted: Collection[int], offers: Iterable[Mapping[str, Any]], new_incarnation: str
-    ) -> frozenset[int]:
+    def take_over(self, wanted: Collection[int], offers: Iterable[SharedOffer], new_incarnation: str) -> frozenset[int]:
         """Use these key groups. Answers with those that are there; the others are empty, and have to be filled."""
         fresh = set(wanted)
         there: set[int] = set()
         for offer in offers:
-            offered = fresh.intersection(offer["groups"])
+            offered = fresh.intersection(offer.groups)
             if offered:
-                least = dict(zip(offer["groups"], offer["versions"], strict=True))
-                there |= self._go_on(offered, offer["incarnation"], least)
+                least = dict(zip(offer.groups, offer.versions, strict=True))
+                there |= self._go_on(offered, offer.incarnation, least)
                 fresh -= offered
         if fresh:
             self._begin(fresh, new_incarnation)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from anabranch.core.answers import TransferProgress
 from anabranch.core.errors import WorkerError
 from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
@@ -203,12 +204,14 @@ class GroupOwnership:
         """The key groups of which some state may not have arrived."""
         return frozenset(group for each in self._arriving.get(variable, ()) for group in each.pending)
 
-    def progress(self) -> dict[str, int]:
-        """How far the adoptions are, and what they have brought: on demand, and by the drain."""
+    def progress(self, assignment: int) -> TransferProgress:
+        """How far the adoptions of an assignment are, and what they have brought: on demand, and by the drain."""
         with self._lock:
             pending = {group for each in self._all() for group in each.pending}
             total = self._total()
-        return {"pendingGroups": len(pending), "frozenGroups": len(self._frozen), **asdict(total)}
+        return TransferProgress(
+            assignment=assignment, pending_groups=len(pending), frozen_groups=len(self._frozen), **asdict(total)
+        )
 
     def load(self) -> dict[int, float]:
         """The key groups that were asked for lately, each with how many of its keys, and further rows."""

@@ -10,15 +10,14 @@ import numpy as np
 import pyarrow as pa
 
 from anabranch.core.eventtime import EventTime
+from anabranch.core.ids import Epoch, Generation, JobId, StageNumber
+from anabranch.core.requests import FetchDue, FetchGroups, FetchKeys
 from anabranch.core.schemas import INDEX, Layout, Op
 from anabranch.wire import frames
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.credentials import Credentials
-from anabranch.wire.messages import KEYS, FetchDue, FetchGroups, FetchKeys
+from anabranch.wire.messages import ENTRIES, KEYS
 from anabranch.worker.parts import PRODUCTION, Connect
-
-#: The name of the one table of the answer to FetchKeys.
-ENTRIES = "entries"
 
 
 @dataclass(frozen=True)
@@ -26,18 +25,18 @@ class Peer:
     """Where frozen key groups are: a worker, and the epoch as of which it froze them."""
 
     address: str
-    as_of: int
+    as_of: Epoch
     #: After so long without an answer, the checkpoint takes the peer's place.
     timeout_s: float
     credentials: Credentials
-    job: str
-    generation: int
+    job: JobId
+    generation: Generation
 
 
 class PeerOrigin:
     """The frozen state of one variable on a peer."""
 
-    def __init__(self, peer: Peer, stage: int, layout: Layout, connect: Connect = PRODUCTION.connect) -> None:
+    def __init__(self, peer: Peer, stage: StageNumber, layout: Layout, connect: Connect = PRODUCTION.connect) -> None:
         self._connect = connect
         self._peer = peer
         self._layout = layout
@@ -53,20 +52,20 @@ class PeerOrigin:
         """All entries of these keys, as changes. A key without any does not exist."""
         wanted = keys.select(self._layout.keys.names)
         for _, chunk in frames.slices(wanted) if len(wanted) else ():
-            _, tables = self._client().call(FetchKeys(**self._numbers), {KEYS: chunk})
+            tables = self._client().exchange(FetchKeys(**self._numbers), {KEYS: chunk})
             for rows in entries_of(chunk, tables[ENTRIES]):
                 yield as_puts(rows, self._layout)
 
     def scan(self, groups: Collection[int], *, can_wait: bool = False) -> Iterator[pa.Table]:
         """All rows of these key groups, as changes, in bounded pieces."""
-        yield from self._rows(FetchGroups(**self._numbers, groups=sorted(groups), can_wait=can_wait))
+        yield from self._rows(FetchGroups(**self._numbers, groups=tuple(sorted(groups)), can_wait=can_wait))
 
     def due(self, groups: Collection[int], event_time: EventTime, since: int, up_to: int) -> Iterator[pa.Table]:
         """All entries of all keys of these key groups that have a row with a time from one to another, as changes."""
         yield from self._rows(
             FetchDue(
                 **self._numbers,
-                groups=sorted(groups),
+                groups=tuple(sorted(groups)),
                 column=event_time.column,
                 field=event_time.field,
                 since=since,
@@ -76,7 +75,7 @@ class PeerOrigin:
 
     def recent(self, groups: Collection[int]) -> Iterator[pa.Table]:
         """The rows of keys that are likely to be needed next, as changes."""
-        yield from self._rows(FetchGroups(**self._numbers, groups=sorted(groups), recent=True))
+        yield from self._rows(FetchGroups(**self._numbers, groups=tuple(sorted(groups)), recent=True))
 
     def _rows(self, request: FetchGroups | FetchDue) -> Iterator[pa.Table]:
         for batch in self._client().stream(request):

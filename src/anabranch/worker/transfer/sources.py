@@ -11,12 +11,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from anabranch.checkpoint.datafiles import read_changes, read_snapshot_rows
-from anabranch.checkpoint.manifests import ChangeFile, SnapshotFile
 from anabranch.checkpoint.storage import Storage
 from anabranch.core.eventtime import EventTime
 from anabranch.core.gather import gathered
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, Layout
+from anabranch.core.state_files import ChangeFile, SnapshotFile
 from anabranch.worker.transfer.peers import as_puts
 
 Flags = npt.NDArray[np.bool_]
