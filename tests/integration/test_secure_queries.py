@@ -18,8 +18,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from anabranch.cli.job_api import JobApi
+from anabranch.core import requests
 from anabranch.core.errors import SettingsError, WorkerError
-from anabranch.wire import keyring, messages
+from anabranch.wire import keyring
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.credentials import Credentials
 from support.certificates import Authority
@@ -68,15 +69,15 @@ def strangers_get_nothing(address: str) -> None:
     for token in ("", "guess"):
         client = WorkerClient(address, timeout_s=20, credentials=Credentials(token))
         for request in (
-            messages.Health(),
-            messages.Describe(job=JOB_ID, generation=99),
-            messages.CloseJob(job=JOB_ID, generation=99),
-            messages.Wipe(job=JOB_ID, generation=99),
-            messages.Flush(job=JOB_ID, generation=99, deferred=[]),
+            requests.Health(),
+            requests.Describe(job=JOB_ID, generation=99),
+            requests.CloseJob(job=JOB_ID, generation=99),
+            requests.Wipe(job=JOB_ID, generation=99),
+            requests.Flush(job=JOB_ID, generation=99, deferred=()),
         ):
             with pytest.raises(WorkerError, match="asks for another token"):
                 client.call(request)
-        scan = messages.Scan(job=JOB_ID, generation=99, epoch=0, stage=1, variable="x")
+        scan = requests.Scan(job=JOB_ID, generation=99, epoch=0, stage=1, variable="x")
         with pytest.raises(WorkerError, match="asks for another token"):
             list(client.stream(scan))
         client.close()

@@ -7,7 +7,7 @@ import pytest
 from anabranch.core import requests
 from anabranch.core.requests import Expiry
 from anabranch.wire import messages
-from anabranch.wire.routed import DUE, EXPIRED
+from anabranch.wire.messages import DUE, EXPIRED
 from support.keyed_state import KEY_GROUPS, KEYS, SPEC, STAGE, Entries, entries, from_answers, group_of, keys_table
 from support.state_workers import Driver, MakeDriver, fell_back, owned_by
 
