@@ -11,10 +11,10 @@ import typer
 
 from anabranch.core.errors import AnabranchError, SettingsError
 from anabranch.core.settings import MIGRATIONS, STORES
-from anabranch.demo.options import DemoOptions, flag
+from anabranch.demo.options import DemoOptions, find_recorded, flag
 
 if TYPE_CHECKING:
-    from anabranch.demo.run import Outcome
+    from anabranch.demo.outcome import Outcome
 
 _USAGE = 2
 _INTERRUPTED = 130
@@ -50,7 +50,7 @@ def demo(
     store: Annotated[str, typer.Option(help=f"Where workers keep state: {' or '.join(STORES)}.")] = "memory",
     redis_url: Annotated[
         str | None, typer.Option(help="The Redis of --store redis, e.g. redis://localhost:6379/0.")
-    ] = (None),
+    ] = None,
     rescale_to: Annotated[
         int | None,
         typer.Option(help="Rescale to so many workers during the run; 0: do not.", show_default="twice as many"),
@@ -138,9 +138,8 @@ def _refuse_what_is_compared(context: typer.Context, rescale_to: int | None, *, 
 
 
 def _run(options: DemoOptions, directory: Path, master: str, *, compare: bool, live: bool) -> Outcome:
-    """Check everything that can be checked, then start Spark."""
+    """Check everything that can be checked, then start Spark and run."""
     from anabranch.demo.output import claim_output
-    from anabranch.demo.recorded import find_recorded
     from anabranch.demo.session import check_java, check_master, open_spark
 
     check_master(master)
@@ -150,7 +149,11 @@ def _run(options: DemoOptions, directory: Path, master: str, *, compare: bool, l
         # Rich, Spark and Arrow take their time to import, which a wrong option need not wait for.
         from rich.console import Console
 
+        from anabranch.workload.plot import missing_library
+
         console = Console()
+        if missing := missing_library():
+            console.print(missing, highlight=False, markup=False, soft_wrap=True)
         console.print("Starting Spark and the state workers; this takes some seconds.", highlight=False)
         with open_spark(master, parallelism=options.parallelism, log=output.log) as spark:
             from anabranch.demo.presentation import Presentation

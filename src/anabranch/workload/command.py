@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anabranch.core.errors import SettingsError
 from anabranch.workload.events import WorkloadSpec, check_limits
-from anabranch.workload.files import FILE_FORMATS, FilesWritten, check_amount, write_files
+from anabranch.workload.files import FILE_FORMATS, check_amount, write_files
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + unit: base**power
@@ -24,7 +26,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_size(text: str) -> int:
-    """A number of bytes like 1GB (10**9), 64MiB (2**26) or 4096."""
+    """Read a number of bytes like 1GB (10**9), 64MiB (2**26) or 4096."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise SettingsError(f"--size is '{text}', which is not a size. Give something like 500MB, 1GB or 64MiB.")
@@ -50,14 +52,20 @@ def workgen(
     try:
         size_bytes = None if size is None else parse_size(size)
         check_amount(rows=rows, size_bytes=size_bytes, files=files, label=_flag)
-        numbers = {"keys": keys, "ids": ids, "skew": skew, "seed": seed}
-        check_limits(numbers | {"payload_bytes": payload_bytes, "disorder_ms": disorder_ms}, label=_flag)
-        spec = WorkloadSpec(
-            keys=keys, ids=ids, skew=skew, seed=seed, payload_bytes=payload_bytes, disorder_ms=disorder_ms
-        )
-        written = _write_with_bar(
-            spec, out, rows=rows, size_bytes=size_bytes, files=files, format=format, overwrite=overwrite
-        )
+        numbers: dict[str, Any] = {"keys": keys, "ids": ids, "skew": skew, "seed": seed}
+        numbers |= {"payload_bytes": payload_bytes, "disorder_ms": disorder_ms}
+        check_limits(numbers, label=_flag)
+        with _bar(total=rows if rows is not None else size_bytes) as show:
+            written = write_files(
+                WorkloadSpec(**numbers),
+                out,
+                rows=rows,
+                size_bytes=size_bytes,
+                files=files,
+                format=format,
+                overwrite=overwrite,
+                progress=lambda done_rows, done_bytes: show(done_rows if rows is not None else done_bytes),
+            )
     except SettingsError as error:
         typer.echo(f"anabranch workgen: {error}", err=True)
         raise typer.Exit(2) from error
@@ -71,33 +79,14 @@ def workgen(
     )
 
 
-def _write_with_bar(
-    spec: WorkloadSpec,
-    out: Path,
-    *,
-    rows: int | None,
-    size_bytes: int | None,
-    files: int,
-    format: str,
-    overwrite: bool,
-) -> FilesWritten:
-    """Write the files, with a bar on a terminal and in silence elsewhere."""
+@contextmanager
+def _bar(total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show how much is done, with a bar on a terminal and in silence elsewhere."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("writing", total=rows if rows is not None else size_bytes)
-        return write_files(
-            spec,
-            out,
-            rows=rows,
-            size_bytes=size_bytes,
-            files=files,
-            format=format,
-            overwrite=overwrite,
-            progress=lambda done_rows, done_bytes: bar.update(
-                task, completed=done_rows if rows is not None else done_bytes
-            ),
-        )
+        task = bar.add_task("writing", total=total)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def _flag(name: str) -> str:
