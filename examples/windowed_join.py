@@ -26,7 +26,7 @@ START = datetime(2026, 1, 1, 12)
 
 
 def write_input(folder: Path) -> None:
-    """Write half an hour of impressions and clicks, ten minutes a file, and one of each much later, to move the time."""
+    """Write half an hour of impressions and clicks, ten minutes a file, and one of each later, to move the time."""
     draw = random.Random(7)
     number = 0
     for part in range(4):
