@@ -35,37 +35,28 @@ _TRIGGER = re.compile(r"\s*(\d+)\s+(millisecond|second|minute|hour)s?\s*", re.IG
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The options of ``anabranch demo``; a wrong one is refused with a sentence that names it."""
+    """The options of ``anabranch demo``, whose help says what each is; a wrong one is refused by its name."""
 
-    #: How long events arrive; recorded events are read for this long at most.
     seconds: float = 30.0
-    #: Events a second.
     rate: float = 200.0
-    #: Different server names.
     keys: int = 100_000
-    #: Zipf exponent over the server names; 0 is uniform.
     skew: float = 0.0
     workers: int = 2
     parallelism: int = 2
-    #: To how many workers the run is rescaled; 0: it is not; None: to twice as many as it begins with.
+    #: None: to twice as many workers as the run begins with; 0: it is not rescaled.
     rescale_to: int | None = None
-    #: When it is rescaled, in seconds from the start; None: in the middle.
+    #: None: in the middle.
     rescale_at: float | None = None
-    #: How state follows a rescale.
     migration: str = "lazy"
-    #: Whether tasks keep the route of their epoch, and whether state that no task asks for moves in the background.
     routing_cache: bool = True
     drain: bool = True
     store: str = "memory"
-    #: The Redis to use with the store redis; None: the one that the settings name.
+    #: None: the one that the settings name.
     redis_url: str | None = None
-    #: CPU time for each row of stage 2.
     work_ms: float = 5.0
-    #: CPU time for each row of stage 3.
     count_ms: float = 0.0
-    #: State that stage 3 adds with each row, besides the count.
     junk_bytes: int = 0
-    #: A directory of recorded events, to read instead of generating any.
+    #: A directory of recorded events, which are read for `seconds` at most.
     input: Path | None = None
     #: How often an epoch begins, in Spark's words.
     trigger: str = "0 seconds"

@@ -39,12 +39,16 @@ def workgen(
     size: Annotated[str | None, typer.Option(help="How much to write instead, like 500MB or 1GB.")] = None,
     files: Annotated[int, typer.Option(help="Over how many files.")] = 1,
     format: Annotated[str, typer.Option(help=f"One of {', '.join(FILE_FORMATS)}.")] = "json",
-    keys: Annotated[int, typer.Option(help="How many different server names.")] = 100_000,
-    skew: Annotated[float, typer.Option(help="Zipf exponent over the server names; 0 is uniform.")] = 0.0,
-    ids: Annotated[int, typer.Option(help="How many different ids.")] = 100,
-    payload_bytes: Annotated[int, typer.Option(help="The length of an extra payload column.")] = 0,
-    disorder_ms: Annotated[int, typer.Option(help="How far event times are out of order, at most.")] = 0,
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal events.")] = 0,
+    keys: Annotated[int, typer.Option(help="How many different server names.")] = WorkloadSpec.keys,
+    skew: Annotated[float, typer.Option(help="Zipf exponent over the server names; 0 is uniform.")] = WorkloadSpec.skew,
+    ids: Annotated[int, typer.Option(help="How many different ids.")] = WorkloadSpec.ids,
+    payload_bytes: Annotated[
+        int, typer.Option(help="The length of an extra payload column.")
+    ] = WorkloadSpec.payload_bytes,
+    disorder_ms: Annotated[
+        int, typer.Option(help="How far event times are out of order, at most.")
+    ] = WorkloadSpec.disorder_ms,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal events.")] = WorkloadSpec.seed,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace event files that are there.")] = False,
 ) -> None:
     """Write files of events like Wikipedia's edits."""
