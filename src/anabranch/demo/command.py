@@ -21,6 +21,14 @@ _GENERATOR_OPTIONS = ("rate", "keys", "skew")
 #: How long events arrive in a single run, and in each of those that are compared.
 _SECONDS, _SECONDS_COMPARED = 30.0, 20.0
 
+_Seconds = Annotated[
+    float | None,
+    typer.Option(help="How long events arrive.", show_default=f"{_SECONDS:g}, or {_SECONDS_COMPARED:g} with --compare"),
+]
+_Input = Annotated[
+    Path | None,
+    typer.Option(help="Read recorded events of 'anabranch workgen' from this directory, one file an epoch."),
+]
 _RoutingCache = Annotated[
     bool,
     typer.Option(
@@ -34,12 +42,7 @@ _Drained = Annotated[
 
 def demo(
     context: typer.Context,
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="How long events arrive.", show_default=f"{_SECONDS:g}, or {_SECONDS_COMPARED:g} with --compare"
-        ),
-    ] = None,
+    seconds: _Seconds = None,
     rate: Annotated[float, typer.Option(help="Events a second.")] = DemoOptions.rate,
     keys: Annotated[int, typer.Option(help="How many different server names.")] = DemoOptions.keys,
     skew: Annotated[float, typer.Option(help="Zipf exponent over the server names; 0 is uniform.")] = DemoOptions.skew,
@@ -69,10 +72,7 @@ def demo(
     junk_bytes: Annotated[
         int, typer.Option(help="State that each row adds in stage 3, besides the count.")
     ] = DemoOptions.junk_bytes,
-    input: Annotated[
-        Path | None,
-        typer.Option(help="Read recorded events of 'anabranch workgen' from this directory, one file an epoch."),
-    ] = None,
+    input: _Input = None,
     output: Annotated[Path, typer.Option(help="The directory for the results.")] = Path("demo-output"),
     trigger: Annotated[
         str, typer.Option(help="How often an epoch begins; 0: as soon as the last has ended.")
