@@ -49,7 +49,7 @@ for _name, _command in BENCHMARKS.items():
 
 
 def main(arguments: list[str]) -> int:
-    """Run a benchmark, or one family of the benchmark `operators` by its own name; the exit code."""
+    """Run a benchmark, or a family of the benchmark `operators` by its own name; return the exit code."""
     if arguments and arguments[0] in FAMILIES:
         arguments = ["operators", "--only", *arguments]
     if not arguments or arguments[0] not in [*BENCHMARKS, *_HELP]:

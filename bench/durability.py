@@ -79,7 +79,7 @@ def durability(
 
 
 def _in_memory(side: Side, folder: Path) -> Side:
-    """The same side with its whole checkpoint in another folder."""
+    """Return the same side with its whole checkpoint in another folder."""
 
     def start(checkpoint: str) -> Query:
         return side.start(str(folder / Path(checkpoint).name))
@@ -88,7 +88,7 @@ def _in_memory(side: Side, folder: Path) -> Side:
 
 
 def _check_places(lab: Lab, memory_folder: Path) -> str:
-    """Make sure that one side is on disk and the other is not; the file system of the one that is not."""
+    """Make sure that one side is on disk and the other is not; return the file system of the one in memory."""
     if not memory_folder.is_dir():
         raise BenchmarkError(f"There is no directory {memory_folder}. Give one in memory with --memory-folder.")
     in_memory = str(describe_machine(memory_folder, lab.java)["checkpoint_filesystem"])

@@ -27,7 +27,7 @@ class Figure:
         return max(self.values)
 
     def text(self, digits: int = 0) -> str:
-        """The median, and between which values the repetitions lay."""
+        """Write the median, and between which values the repetitions lay."""
         median = f"{self.median:,.{digits}f}"
         if len(self.values) == 1:
             return median
@@ -60,7 +60,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a ratio (or a quantity) has to reach, and what it should reach."""
+    """A bound that a ratio (or a quantity) has to reach, and an aim that it should reach."""
 
     bound: float
     aim: float
@@ -91,7 +91,7 @@ class Budget:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least this percentage of the values do not exceed."""
+    """Return the smallest value that at least this percentage of the values do not exceed."""
     ordered = sorted(values)
     rank = max(1, -(-len(ordered) * percent // 100))
     return ordered[int(rank) - 1]

@@ -75,7 +75,7 @@ def growth(
 def _side(
     lab: Lab, name: str, size: int, setup: Setup, *, rows: int, rows_per_key: int, warmup: int, measured: int
 ) -> Side:
-    """A side whose first epochs, which are not measured, load every key once."""
+    """Make a side whose first epochs, which are not measured, load every key once."""
     values = numbers(lab.spark, rows=rows, partitions=setup.parallelism)
     source = loaded_keys(values, size, rows_per_key=rows_per_key)
     skipped = -(-size // rows) + warmup
@@ -85,7 +85,7 @@ def _side(
 
 
 def _rows_per_key(rows: int, smallest: int) -> int:
-    """At least two, and so many that the smallest state has enough keys: epochs touch as many at every size."""
+    """Return at least two, and enough for the smallest state: epochs touch equally many keys at every size."""
     return max(2, math.ceil(rows / smallest))
 
 

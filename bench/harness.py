@@ -88,7 +88,7 @@ class Runs:
     runs: tuple[Run, ...]
 
     def of(self, side: str) -> tuple[Run, ...]:
-        """The runs of a side, ordered by repetition."""
+        """Return the runs of a side, ordered by repetition."""
         return tuple(sorted((run for run in self.runs if run.side == side), key=lambda run: run.repetition))
 
     def figure(self, side: str, quantity: Callable[[Run], float]) -> Figure:
@@ -98,7 +98,7 @@ class Runs:
         return self.figure(side, lambda run: run.median_ms)
 
     def rate(self, side: str, amount: int) -> Figure:
-        """So many of whatever an epoch holds `amount` of, in a second."""
+        """Return how many rows, keys or whatever an epoch holds `amount` of are done in a second."""
         return self.figure(side, lambda run: amount / run.median_ms * 1000)
 
 
@@ -161,7 +161,7 @@ def wait_for_epochs(query: Query, count: int) -> None:
 
 
 def data_epochs(query: Query) -> list[dict[str, Any]]:
-    """The progress reports of the epochs that had rows, oldest first."""
+    """Return the progress reports of the epochs that had rows, oldest first."""
     return [report for report in map(_document, query.recentProgress) if report["numInputRows"] > 0]
 
 
@@ -178,7 +178,7 @@ def _wall_ms(reports: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _parts_ms(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Spark's own parts of an epoch and, of Anabranch's epochs, what its part (addBatch) consists of."""
+    """Return the median time of Spark's parts of an epoch and, of Anabranch's epochs, of the parts of addBatch."""
     times: dict[str, list[float]] = {}
     for report in reports:
         inner = report.get("anabranch", {}).get("durationMs", {})

@@ -21,7 +21,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def describe_machine(folder: Path, java: str) -> dict[str, Any]:
-    """The facts about this machine, its software and this run; `folder` is where the checkpoints go."""
+    """Return facts about this machine, its software and this run; `folder` is where the checkpoints go."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
@@ -39,7 +39,7 @@ def describe_machine(folder: Path, java: str) -> dict[str, Any]:
 
 
 def is_busy() -> bool:
-    """Whether others use so much of the machine that ratios are in doubt."""
+    """Return whether others use so much of the machine that ratios are in doubt."""
     return os.getloadavg()[0] > 0.5 * (psutil.cpu_count() or 1)
 
 
@@ -69,7 +69,7 @@ def _revision() -> str:
 
 
 def _processor() -> str:
-    """The processor's name; Linux tells it in a file only."""
+    """Return the processor's name; Linux tells it in a file only."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -78,7 +78,7 @@ def _processor() -> str:
 
 
 def _filesystem(folder: Path) -> str:
-    """The type of the file system that a directory is on."""
+    """Return the type of the file system that a directory is on."""
     place = folder.resolve()
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     return next((mounts[parent] for parent in [place, *place.parents] if parent in mounts), "unknown")

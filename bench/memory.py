@@ -39,7 +39,7 @@ ValueBytes = Annotated[
 
 @dataclass(frozen=True)
 class Look:
-    """The workers at rest."""
+    """The memory of the workers at rest."""
 
     rss_bytes: int
     reported_bytes: int
@@ -141,7 +141,7 @@ def _forget_peak(query: Any) -> None:
 
 
 def _peak_bytes(query: Any) -> int:
-    """The most memory that each worker has had, together; where the system does not know it, what they have now."""
+    """Add up the most memory that each worker has had; where the system does not know it, what it has now."""
     pids = [worker["pid"] for worker in query.workers()]
     if not _KNOWS_PEAKS:
         return sum(psutil.Process(pid).memory_info().rss for pid in pids)
@@ -163,7 +163,7 @@ class _Feed:
         return self._lab.spark
 
     def put(self, query: Any, first: int, end: int) -> None:
-        """An epoch with a row for each of the keys from `first` up to `end`: the file appears when it is complete."""
+        """Run an epoch with a row for each key from `first` up to `end`: the file appears when it is complete."""
         check_interrupted()
         staged = Path(self._lab.new_folder("staged"))
         rows = self._spark.range(first, end, numPartitions=1).selectExpr(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+import numpy as np
+import pandas as pd
 import typer
+from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 
+from anabranch.engine.spark import python_worker
 from bench.figures import Ratio
 from bench.harness import WARM_S, Runs, Side, measure
 from bench.machine import describe_machine
@@ -16,11 +22,12 @@ from bench.report import Line, Report, parts_note, say
 from bench.session import Lab, open_lab
 from bench.sides import ANABRANCH, Build, Setup, anabranch_side, check_keys, spark_side
 from bench.sources import Size, numbers
-from bench.usercode import alone_ms
 from bench.workloads import FAMILIES, SETTLED_EPOCHS, Workload, chosen
 
 _ALL = ",".join(FAMILIES)
 _QUICK_EPOCHS = 2
+#: How often the code of users is measured by itself.
+_ALONE_REPEATS = 3
 
 Only = Annotated[str, typer.Option(help=f"Which of {', '.join(FAMILIES)}, with commas between.")]
 Keys = Annotated[int | None, typer.Option(min=2, help="Keys in an epoch, an even number; else each work has its own.")]
@@ -36,7 +43,7 @@ Settling = Annotated[
 
 @dataclass(frozen=True)
 class Plan:
-    """How long each side runs: epochs before the measured ones, and those."""
+    """How long each side runs: how many epochs before the measured ones, and how many measured ones."""
 
     ours: tuple[int, int]
     #: Of Spark, where it takes many seconds for an epoch.
@@ -81,8 +88,8 @@ def operators(
             runs = _measured(lab, workload, size, setup, plan)
             results.append((workload, size, runs))
             if workload.pandas is not None:
-                alone_ms_ = alone_ms(lab, workload.pandas, size, parallelism=parallelism)
-                alone.append(_alone_note(workload, alone_ms_, runs))
+                own_ms = _alone_ms(lab, workload.pandas, size, parallelism=parallelism)
+                alone.append(_alone_note(workload, own_ms, runs))
     Report(
         name="operators",
         title=f"stateful operators, {workers} workers, {store} store, durable",
@@ -103,7 +110,7 @@ def operators(
 def sized(
     workloads: Sequence[Workload], keys: int | None, rows_per_key: int | None, *, quick: bool
 ) -> list[tuple[Workload, Size]]:
-    """The work with its size. What differs in nothing but its usual size is the same work at a size that is given."""
+    """Return the work with its size. Work that differs only in its usual size is the same at a size that is given."""
     found: dict[tuple[str, Size], Workload] = {}
     for workload in workloads:
         usual = workload.quick if quick else workload.size
@@ -138,7 +145,7 @@ def _sides(lab: Lab, workload: Workload, size: Size, setup: Setup, plan: Plan) -
 
 
 def _counted(side: Side, expected: int) -> Side:
-    """The same side of Anabranch, whose rows of state are counted: what the workers report is an estimate."""
+    """Return the same side of Anabranch with its rows of state counted: what the workers report is an estimate."""
 
     def inspect(query: Any) -> Mapping[str, Any]:
         found = 0
@@ -152,11 +159,11 @@ def _counted(side: Side, expected: int) -> Side:
     return replace(side, inspect=inspect)
 
 
-def _alone_note(workload: Workload, alone_ms_: float, runs: Runs) -> str:
+def _alone_note(workload: Workload, own_ms: float, runs: Runs) -> str:
     rival_ms = runs.epoch_ms(workload.rival).median
     return (
-        f"{workload.text}: the processor's own code takes {alone_ms_:,.0f} ms of an epoch without any engine; "
-        f"no engine can be more than {rival_ms / alone_ms_:.1f}x as fast as {workload.rival}"
+        f"{workload.text}: the processor's own code takes {own_ms:,.0f} ms of an epoch without any engine; "
+        f"no engine can be more than {rival_ms / own_ms:.1f}x as fast as {workload.rival}"
     )
 
 
@@ -173,3 +180,57 @@ def _lines(workload: Workload, size: Size, runs: Runs) -> list[Line]:
         )
         for name, rate in rates.items()
     ]
+
+
+class _FreeValue:
+    """State that costs nothing: it is always there, and never kept."""
+
+    def __init__(self, fields: int) -> None:
+        self._held = (1,) * fields
+
+    def get(self) -> tuple[int, ...]:
+        return self._held
+
+    def update(self, _: Any) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
+class _FreeHandle:
+    def getValueState(self, _name: str, schema: str, *_: Any) -> _FreeValue:
+        return _FreeValue(fields=schema.count(",") + 1)
+
+    def registerTimer(self, _: int) -> None:
+        pass
+
+    def deleteTimer(self, _: int) -> None:
+        pass
+
+
+def _alone_ms(lab: Lab, processor: type[StatefulProcessor], size: Size, *, parallelism: int) -> float:
+    """Measure how long a processor's own code takes for one epoch: no engine can be faster than that.
+
+    It gets the rows of every key, and, where it has timers, those of half of the keys."""
+
+    def body(keys: Iterable[int]) -> Iterable[float]:
+        python_worker.tune()  # as in our tasks: fewer looks for garbage
+        count = sum(1 for _ in keys)
+        columns = {name: np.arange(count * size.rows_per_key) for name in ("key", "amount", "time_ms")}
+        rows = pd.DataFrame(columns)
+        frames = [part.reset_index(drop=True) for _, part in rows.groupby(rows.index // size.rows_per_key)]
+        user: Any = processor()
+        user.init(_FreeHandle())
+        has_timers = processor.handleExpiredTimer is not StatefulProcessor.handleExpiredTimer
+        started_s = time.perf_counter()
+        for number, frame in enumerate(frames):
+            for _ in user.handleInputRows((number,), iter((frame,)), None):
+                pass
+        for number in range(count // 2 if has_timers else 0):
+            for _ in user.handleExpiredTimer((number,), None, None):
+                pass
+        yield 1000 * (time.perf_counter() - started_s)
+
+    keys = lab.spark.sparkContext.parallelize(range(size.keys), parallelism)
+    return statistics.median(max(keys.mapPartitions(body).collect()) for _ in range(_ALONE_REPEATS))

@@ -12,11 +12,11 @@ from bench.figures import Budget, Ratio
 from bench.harness import WARM_S, Runs, Side, measure
 from bench.machine import describe_machine
 from bench.options import Epochs, NativeEpochs, NativeWarmup, Parallelism, Repeats, Store, Warmup, Workers
-from bench.processors import OUTPUT, PandasTotals, RowTotals
 from bench.report import Line, Report, parts_note
 from bench.session import Lab, open_lab
 from bench.sides import ANABRANCH, SPARK, Rows, Setup, anabranch_side, spark_side
 from bench.sources import all_keys, numbers
+from bench.user_code import OUTPUT, PandasTotals, RowTotals
 
 _KEYS = (2_000, 20_000)
 _BUDGETS = {

@@ -34,7 +34,7 @@ from bench.sources import loaded_keys, numbers
 
 
 class Part(StrEnum):
-    """What happens to the query."""
+    """An event that happens to the query."""
 
     WORKER = "worker"
     DRIVER = "driver"
@@ -96,7 +96,7 @@ class _Load:
 
 @dataclass(frozen=True)
 class _Span:
-    """From when to when something took, by the clock on the wall."""
+    """The time that something took, by the clock on the wall."""
 
     start_s: float
     end_s: float
@@ -202,7 +202,7 @@ def _lose_worker(lab: Lab, load: _Load) -> dict[str, Any]:
 
 @contextmanager
 def _warnings() -> Iterator[Sequence[logging.LogRecord]]:
-    """What the coordinator warns of."""
+    """Collect what the coordinator warns of."""
     logger, listener = logging.getLogger("anabranch.control"), BufferingHandler(capacity=sys.maxsize)
     listener.setLevel(logging.WARNING)
     logger.addHandler(listener)
@@ -260,7 +260,7 @@ def _run_driver(folder: Path, side: str, load: _Load, turn: str) -> dict[str, An
 
 
 def _drive(side_name: str, folder: Path, turn: str, load: _Load) -> None:
-    """In a process of its own: run the query, tell how it went, and wait to be killed."""
+    """Run the query in a process of its own, tell how it went, and wait to be killed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with open_lab(parallelism=load.setup.parallelism) as lab:
         if turn == _FIRST:
@@ -330,7 +330,7 @@ def _make_snapshots(lab: Lab, load: _Load, snapshots: int, snapshot_epochs: int)
 
 @contextmanager
 def _watching() -> Iterator[list[_Span]]:
-    """When snapshots were being made; one that is not complete has no end."""
+    """Note when snapshots are being made; one that is not complete has no end."""
     spans: list[_Span] = []
     closed = threading.Event()
 
@@ -353,7 +353,7 @@ def _watching() -> Iterator[list[_Span]]:
 
 
 def _divided(reports: Sequence[Mapping[str, Any]], spans: Sequence[_Span]) -> tuple[list[float], list[float]]:
-    """The times of the epochs during which a snapshot was made, and of the others."""
+    """Return the times of the epochs during which a snapshot was made, and of the others."""
     during = [epoch for epoch in map(_Span.of, reports) if any(epoch.shared_ms(span) for span in spans)]
     without = [epoch for epoch in map(_Span.of, reports) if epoch not in during]
     return [epoch.ms for epoch in during], [epoch.ms for epoch in without]
@@ -376,7 +376,7 @@ def _lines(part: Part, runs: Sequence[Mapping[str, Any]], *, with_budget: bool) 
 
 
 def _note(part: Part, runs: Sequence[Mapping[str, Any]]) -> str:
-    """What the cost is, and what else there is to say."""
+    """Say what the cost is of, and the figures that have no column."""
     if part == Part.DRIVER:
         return (
             "driver: killed with all of its processes, and started again; the time from when Spark is there to the end "

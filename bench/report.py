@@ -22,7 +22,7 @@ _notes = Console(stderr=True, highlight=False)
 
 
 def say(text: str) -> None:
-    """A line about what is going on, apart from the result."""
+    """Print a line about what is going on, apart from the result."""
     _notes.print(text, style="dim", markup=False)
 
 
@@ -70,7 +70,7 @@ class Report:
     notes: Sequence[str] = field(default_factory=tuple)
 
     def publish(self) -> Path:
-        """Print the table and write the file; where it is."""
+        """Print the table and write the file; return its path."""
         wide = Console().width if Console().is_terminal else _NARROWEST
         console = Console(width=max(wide, _NARROWEST), highlight=False)
         console.print(self._table())
@@ -126,6 +126,6 @@ def _cell(figure: Figure | None) -> str:
 
 
 def parts_note(side: str, parts_ms: Mapping[str, float]) -> str:
-    """Where an epoch's time went, largest part first."""
+    """Say where an epoch's time went, largest part first."""
     ordered = sorted(parts_ms.items(), key=lambda part: -part[1])
     return f"{side}, median ms: " + ", ".join(f"{name} {value:,.0f}" for name, value in ordered if value >= 0.5)

@@ -141,7 +141,7 @@ def rescale(
 def _rehearse(
     lab: Lab, plan: Plan, names: Sequence[Strategy], *, settings: Mapping[str, Any], interval_s: float
 ) -> None:
-    """Whatever runs for the first time is slow, Spark's rewriting of state above all: let that not be measured."""
+    """Run each strategy once, unmeasured: the first time is slow, above all when Spark rewrites its state."""
     load = dataclasses.replace(plan.load, keys=min(plan.load.keys, _REHEARSED_KEYS))
     short = dataclasses.replace(plan, load=load, seconds=min(plan.seconds, _REHEARSED_S), warmup_s=0.0)
     for name in names:
@@ -164,7 +164,7 @@ def _run_all(
     settings: Mapping[str, Any],
     interval_s: float,
 ) -> tuple[list[dict[str, Any]], dict[Strategy, str]]:
-    """All runs, every other time in the opposite order; and what went wrong: the others are measured all the same."""
+    """Run all strategies, every other time in the opposite order; return the runs, and why strategies are left out."""
     runs: list[dict[str, Any]] = []
     failures: dict[Strategy, str] = {}
     for repetition in range(repeats):
@@ -187,14 +187,14 @@ def _run_all(
 
 
 def _check_starts(name: Strategy, starts: int, *, expected: int) -> None:
-    """A strategy that restarts the query has to have done so, and no other may."""
+    """Refuse a run whose strategy has not restarted the query as it must, or has restarted it though it must not."""
     expected = expected if name in (Strategy.RESTART, Strategy.SPARK) else 1
     if starts != expected:
         raise BenchmarkError(f"The query of '{name}' was started {starts} times, not {expected}: its times are void.")
 
 
 def _parse(text: str) -> list[Strategy]:
-    """The strategies to run, in their usual order; those that cannot be run here are left out."""
+    """Return the strategies to run, in their usual order; those that cannot be run here are left out."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in list(Strategy)]
     if unknown:
@@ -210,7 +210,7 @@ def _parse(text: str) -> list[Strategy]:
 
 @contextmanager
 def _maker(lab: Lab, name: Strategy, common: Mapping[str, Any], *, interval_s: float) -> Iterator[MakeJob]:
-    """What makes the query of a strategy, with what the query needs to be there."""
+    """Prepare what the query of a strategy needs, and give the function that makes the query."""
     trigger = f"{interval_s * 1000:.0f} milliseconds" if interval_s else BACK_TO_BACK
     settings: dict[str, Any] = {**common, "anabranch.workers": _SIZES[0], "anabranch.parallelism": _SIZES[0]}
     if name != Strategy.LAZY:
@@ -232,7 +232,7 @@ def _maker(lab: Lab, name: Strategy, common: Mapping[str, Any], *, interval_s: f
 
 
 def _moves(runs: Sequence[Mapping[str, Any]], name: str, title: str) -> list[Mapping[str, Any]]:
-    """One kind of rescale of one strategy, in all repetitions."""
+    """Return one kind of rescale of one strategy, in all repetitions."""
     own = sorted((run for run in runs if run["side"] == name), key=lambda run: int(run["repetition"]))
     return [move for run in own for move in run["moves"] if move["work"] == title]
 
@@ -280,7 +280,7 @@ def _summary(move: Mapping[str, Any]) -> str:
 
 
 def _note(name: Strategy, title: str, moves: Sequence[Mapping[str, Any]]) -> str:
-    """How late rows were, and what was moved or done, in the last repetition."""
+    """Say how late rows were, and what was moved or done, in the last repetition."""
     move = moves[-1]
     late = "; ".join(
         f"{phase} {times['p50']:,.0f} / {times['p95']:,.0f} / {times['max']:,.0f}"

@@ -29,7 +29,7 @@ class Epoch:
 
     @property
     def latencies_ms(self) -> list[float]:
-        """From when a row came to when the output with it in was there."""
+        """The times from when a row came to when the output with it was there."""
         return [(self.end_s - came_s) * 1000 for came_s in self.came_s]
 
     @property
@@ -37,7 +37,7 @@ class Epoch:
         return (self.end_s - self.came_s[0]) * 1000
 
     def to_json(self, origin_s: float) -> dict[str, Any]:
-        """With times in seconds since `origin_s`."""
+        """Write it with times in seconds since `origin_s`."""
         return {
             "number": self.number,
             "start_s": round(self.start_s - origin_s, 3),
@@ -69,7 +69,7 @@ class Phases:
 
 
 def divide(epochs: Sequence[Epoch], move: Move, *, from_s: float, until_s: float) -> Phases:
-    """During a rescale: the epochs that had a row under way between the call and the end of it."""
+    """Divide epochs: during a rescale are those that had a row under way between the call and the end of it."""
     before = [epoch for epoch in epochs if from_s <= epoch.end_s <= move.call_s]
     during = [epoch for epoch in epochs if epoch.end_s > move.call_s and epoch.came_s[0] <= move.done_s]
     after = [epoch for epoch in epochs if epoch.came_s[0] > move.done_s and epoch.end_s <= until_s]
@@ -82,7 +82,7 @@ def divide(epochs: Sequence[Epoch], move: Move, *, from_s: float, until_s: float
 
 
 def output_gap_ms(epochs: Sequence[Epoch], phases: Phases, move: Move) -> float:
-    """The longest time without output that touches the rescale, less the usual time from output to output."""
+    """Return the longest time without output that touches the rescale, less the usual one from output to output."""
     usual_s = statistics.median(_pauses_s(phases.before))
     ends_s = sorted(epoch.end_s for epoch in epochs)
     touching = [b - a for a, b in itertools.pairwise(ends_s) if b > move.call_s and a < move.done_s]
@@ -92,7 +92,7 @@ def output_gap_ms(epochs: Sequence[Epoch], phases: Phases, move: Move) -> float:
 
 
 def caught_up_ms(phases: Phases, move: Move) -> float | None:
-    """From the call until no row is later than the latest was before; None: not before the end of the run."""
+    """Return the time from the call until no row is later than the latest was before; None: it did not come to that."""
     usual_ms = max(epoch.latency_max_ms for epoch in phases.before)
     for epoch in [*phases.during, *phases.after]:
         if epoch.end_s >= move.done_s and epoch.latency_max_ms <= usual_ms:
@@ -101,14 +101,14 @@ def caught_up_ms(phases: Phases, move: Move) -> float | None:
 
 
 def latency_ms(epochs: Sequence[Epoch]) -> dict[str, float]:
-    """Over all rows of these epochs: median, 95th percentile and greatest."""
+    """Return the median, the 95th percentile and the maximum over all rows of these epochs."""
     # Bundles hold equally many rows, so each counts once.
     latencies = [latency for epoch in epochs for latency in epoch.latencies_ms]
     return {"p50": percentile(latencies, 50), "p95": percentile(latencies, 95), "max": max(latencies)}
 
 
 def describe(epochs: Sequence[Epoch], move: Move, phases: Phases) -> dict[str, Any]:
-    """What a rescale did to the query."""
+    """Describe what a rescale did to the query."""
     named = {"before": phases.before, "during": phases.during, "after": phases.after}
     before_ms = statistics.median(epoch.ms for epoch in phases.before)
     slowest_ms = max(epoch.ms for epoch in phases.during)

@@ -42,7 +42,7 @@ class _MigrationSetup(Setup):
 
 
 def measure_idle(*, rows: int, repeats: int, setup: Setup, options: Mapping[str, Any]) -> None:
-    """The work of the benchmark `steady`, in turn with the two settings."""
+    """Run the work of the benchmark `steady`, in turn with the two settings."""
     keys = rows // _ROWS_PER_KEY
     with open_lab(parallelism=setup.parallelism) as lab:
         machine = describe_machine(lab.folder, lab.java)

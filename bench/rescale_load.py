@@ -45,15 +45,15 @@ class Load:
         return -(-self.keys // self.bundle_rows)
 
     def come_s(self, bundle: int) -> float:
-        """When a bundle comes, in seconds from when the first after the fill does."""
+        """Return when a bundle comes, in seconds from when the first after the fill does."""
         return max(0, bundle - self.fill_bundles) * self.bundle_rows / self.rows_per_second
 
     def due(self, passed_s: float) -> int:
-        """The number of the first bundle that has not come after so many seconds."""
+        """Return the number of the first bundle that has not come after these seconds."""
         return self.fill_bundles + int(passed_s * self.rows_per_second / self.bundle_rows) + 1
 
     def rows(self, bundles: DataFrame) -> DataFrame:
-        """The rows of bundles, with the columns `key` and `amount`: after the fill, keys from all over the state."""
+        """Make the rows of bundles, in columns `key` and `amount`: after the fill, keys from all over the state."""
         first = F.col("value").cast("long") * self.bundle_rows
         values = bundles.select(F.explode(F.sequence(first, first + self.bundle_rows - 1)).alias("value"))
         return loaded_keys(values, self.keys, rows_per_key=_ROWS_PER_KEY)
@@ -75,7 +75,7 @@ class Feed:
 
     @property
     def bundles(self) -> int:
-        """How many have been fed."""
+        """How many bundles have been fed."""
         return self.end_of(len(self._ends) - 1)
 
     @property
@@ -84,7 +84,7 @@ class Feed:
         return self.bundles * self._load.bundle_rows
 
     def end_of(self, offset: int) -> int:
-        """The number of the first bundle beyond one of Spark's offsets."""
+        """Return the number of the first bundle beyond one of Spark's offsets."""
         return self._ends[offset] if offset >= 0 else 0
 
     def fill(self, wait_until_done: Callable[[], None]) -> None:
@@ -100,11 +100,11 @@ class Feed:
         self._thread.start()
 
     def came_s(self, bundle: int) -> float:
-        """When a bundle came, by the clock on the wall; it counts from when it was due, should it have come late."""
+        """Return when a bundle came, by the clock on the wall; one that came late counts from when it was due."""
         return self._began_s + self._load.come_s(bundle)
 
     def close(self) -> None:
-        """No more rows."""
+        """Let no more rows come."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()

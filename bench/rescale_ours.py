@@ -33,7 +33,7 @@ class AnabranchJob:
     def __init__(
         self, lab: Lab, feed: Feed, *, name: str, trigger: str, settings: Mapping[str, Any], moves_state: bool
     ) -> None:
-        """Of a query without a drain, a rescale counts as done when the new route is in force: it has no other end."""
+        """Prepare the query. Without a drain a rescale has no end: it counts as done when the new route is in force."""
         self._feed = feed
         drains = settings.get("anabranch.drain", True)
         self._awaited = ("waiting", "migrating") if drains else ("waiting",)
@@ -69,7 +69,7 @@ class AnabranchJob:
         return progress
 
     def _rows_held(self, size: int, deadline_s: float) -> Mapping[str, int]:
-        """By worker. After a restart, state comes when it is needed: wait until everybody has some."""
+        """Return rows by worker. After a restart, state comes when it is needed: wait until every worker has some."""
         while True:
             check_interrupted()
             held = {worker["id"]: worker["rows"] for worker in self._query.workers() if worker["rows"]}
@@ -95,13 +95,13 @@ class AnabranchJob:
 
 
 def has_redis() -> bool:
-    """Whether there is a Redis that can be started."""
+    """Return whether there is a Redis that can be started."""
     return shutil.which("redis-server") is not None
 
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[str]:
-    """A Redis of our own, in memory only, on a free port of this machine; its URL."""
+    """Run a Redis in memory only, on a free port of this machine, and give its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -56,7 +56,7 @@ class Track:
 
     @staticmethod
     def of(run: Mapping[str, Any], place: int) -> Track:
-        """The rescale at this place of a run, with the epochs up to the next."""
+        """Take the rescale at this place of a run, with the epochs up to the next."""
         move, following = run["moves"][place], run["moves"][place + 1 :]
         end_s = float(following[0]["call_s"]) if following else np.inf
         epochs = [epoch for epoch in run["epochs"] if epoch["end_s"] <= end_s]
@@ -66,19 +66,19 @@ class Track:
         return Track(run["side"], move["work"], move["done_ms"] / 1000, rows=values["rows"], **shifted)
 
     def latency_s(self, times_s: Values) -> Values:
-        """How long a row took that came at each of these times; not a number where none came."""
+        """Return how long a row took that came at each of these times; not a number where none came."""
         place = np.searchsorted(self.first_row_s, times_s, side="right") - 1
         inside = (place >= 0) & (times_s <= np.append(self.first_row_s[1:], self.last_row_s[-1])[place])
         return np.where(inside, self.end_s[np.maximum(place, 0)] - times_s, np.nan)
 
     def latency_max_s(self, edges_s: Values) -> Values:
-        """The longest that a row took that came between each two of these times."""
+        """Return the longest that a row took that came between each two of these times."""
         fine_s = np.linspace(edges_s[:-1], edges_s[1:], _SAMPLES, endpoint=False)
         # fmax passes over what is not a number, unless there is nothing else.
         return np.asarray(np.fmax.reduce(self.latency_s(fine_s)))
 
     def throughput(self, edges_s: Values, usual_s: float) -> Values:
-        """Rows a second between these times. An epoch's rows count evenly over its own time, or the usual if longer."""
+        """Return rows a second between these times. An epoch's rows spread over its time, or the usual if longer."""
         spans_s = np.maximum(self.end_s - self.start_s, usual_s)
         # So that no epoch reaches into the one before, which would show rows that were not yet read.
         spans_s[1:] = np.minimum(spans_s[1:], np.diff(self.end_s))
@@ -90,7 +90,7 @@ class Track:
 
 
 def draw(result: Mapping[str, Any], picture: Path, *, repetition: int = 0) -> list[Path]:
-    """Draw one repetition of a result as SVG and PNG; where the two are."""
+    """Draw one repetition of a result as SVG and PNG; return where the two are."""
     runs = [run for run in result["runs"] if run["repetition"] == repetition]
     tracks = [Track.of(run, place) for run in runs for place in range(len(run["moves"]))]
     if not tracks:

@@ -34,7 +34,7 @@ class Job(Protocol):
         """Go to so many workers and partitions, wait until all is done, and say what was done."""
 
     def finish(self) -> tuple[int, int]:
-        """Stop the query once it has nothing left to do: the keys in its state, and the rows that they count."""
+        """Stop the query once it is idle; return the keys in its state, and the rows that they count."""
 
     def stop(self) -> None: ...
 
@@ -45,7 +45,7 @@ MakeJob = Callable[[Lab, Feed, Watch], Job]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done to every strategy."""
+    """The same course of events for every strategy."""
 
     load: Load
     #: From how many workers and partitions to how many; and back.
@@ -62,7 +62,7 @@ class Plan:
 
 
 def run_strategy(lab: Lab, name: str, plan: Plan, make: MakeJob) -> dict[str, Any]:
-    """Run a strategy from an empty state to an empty backlog; what happened, for people and for the plot."""
+    """Run a strategy from an empty state to an empty backlog; return what happened, for the report and the plot."""
     feed = Feed(lab, plan.load, partitions=plan.sizes[0])
     with watching(lab.spark, plan.load, feed) as watch:
         job = make(lab, feed, watch)
@@ -92,7 +92,7 @@ def run_strategy(lab: Lab, name: str, plan: Plan, make: MakeJob) -> dict[str, An
 
 
 def _rescale_all(name: str, plan: Plan, job: Job, watch: Watch) -> tuple[list[Move], list[float]]:
-    """Rescale there and back, each time under a load that the query keeps up with; until when each was watched."""
+    """Rescale there and back, under a load that the query keeps up with; return the moves, and their ends of watch."""
     moves: list[Move] = []
     until_s: list[float] = []
     for old, new in plan.steps:
@@ -112,7 +112,7 @@ def _rescale_all(name: str, plan: Plan, job: Job, watch: Watch) -> tuple[list[Mo
 
 
 def _keep_up(watch: Watch, job: Job, seconds: float) -> None:
-    """Let the load go on for so long."""
+    """Let the load go on for some seconds."""
     end_s = time.monotonic() + seconds
     _wait(watch, job, lambda: time.monotonic() >= end_s, "The load", limit_s=seconds + LIMIT_S)
 
@@ -135,7 +135,7 @@ def _wait(watch: Watch, job: Job, is_met: Callable[[], bool], what: str, *, limi
 
 
 def _check_state(name: str, load: Load, feed: Feed, found: tuple[int, int]) -> None:
-    """Every key is there, and every row has been counted once."""
+    """Make sure that every key is there, and that every row has been counted once."""
     expected = (load.keys, feed.row_count)
     if found != expected:
         raise BenchmarkError(

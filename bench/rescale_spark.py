@@ -41,7 +41,7 @@ class SparkJob:
             raise query.exception() or BenchmarkError("Spark's query ended by itself.")
 
     def rescale(self, size: int) -> Mapping[str, Any]:
-        """Between two epochs, if there is time between them: that spares Spark an epoch that it would do twice."""
+        """Rescale between two epochs, if there is time between them: else Spark would run one of them twice."""
         context, began_s = self._lab.spark.sparkContext, time.time()
         self._wait_for_epoch()
         ended_s = time.time()

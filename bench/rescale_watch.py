@@ -31,7 +31,7 @@ class Watch(StreamingQueryListener):
         self._changed = threading.Condition()
 
     def onQueryStarted(self, event: Any) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def onQueryProgress(self, event: Any) -> None:
         report = json.loads(event.progress.json)
@@ -41,10 +41,10 @@ class Watch(StreamingQueryListener):
                 self._changed.notify_all()
 
     def onQueryIdle(self, event: Any) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     def onQueryTerminated(self, event: Any) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     @property
     def newest(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Watch(StreamingQueryListener):
             return len({report["runId"] for report in self._reports.values()})
 
     def epochs(self) -> list[Epoch]:
-        """The epochs whose rows came at the rate, without those that filled the state."""
+        """Return the epochs whose rows came at the rate, without those that filled the state."""
         with self._changed:
             reports = [self._reports[number] for number in sorted(self._reports)]
         return [self._epoch(report) for report in reports if self._bundles(report).start >= self._load.fill_bundles]
@@ -81,7 +81,7 @@ class Watch(StreamingQueryListener):
                 self._changed.wait(_POLL_INTERVAL_S)
 
     def has_processed_all(self) -> bool:
-        """Whether every row that was fed is in the output."""
+        """Return whether every row that was fed is in the output."""
         with self._changed:
             done = [self._bundles(report).stop for report in self._reports.values()]
         return max(done, default=0) == self._feed.bundles

@@ -60,7 +60,7 @@ class Lab:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def new_folder(self, name: str) -> str:
-        """A fresh path, for a checkpoint or for files."""
+        """Return a fresh path, for a checkpoint or for files."""
         return str(self.folder / f"{name.replace(' ', '-')}-{next(self._numbers)}")
 
     @property
@@ -114,7 +114,7 @@ def open_lab(*, parallelism: int) -> Iterator[Lab]:
 
 
 def was_interrupted() -> bool:
-    """Whether the benchmark has been told to end."""
+    """Return whether the benchmark has been told to end."""
     return _interrupted.is_set()
 
 

@@ -48,12 +48,12 @@ Build = Callable[[Rows], Rows]
 
 
 def totals(rows: Rows) -> Rows:
-    """The number of rows and the sum of the amounts of each key."""
+    """Return the number of rows and the sum of the amounts of each key."""
     return rows.groupBy("key").agg(F.count(F.lit(1)).alias("rows"), F.sum("amount").alias("total"))
 
 
 def counts(rows: Rows) -> Rows:
-    """The number of rows of each key."""
+    """Return the number of rows of each key."""
     return rows.groupBy("key").count()
 
 
@@ -68,7 +68,7 @@ def spark_side(
     keys: int | None = None,
     mode: str = "update",
 ) -> Side:
-    """Spark's own stateful operator; `keys`: how many keys its state must hold in the end."""
+    """Make the side of Spark's own operators; `keys`: how many keys its state must hold in the end."""
 
     def start(checkpoint: str) -> Query:
         query: Query = _writer(build(rows), checkpoint, trigger, mode).start()
@@ -95,7 +95,7 @@ def anabranch_side(
     keys: int | None = None,
     mode: str = "update",
 ) -> Side:
-    """The same query with its state in state workers; `keys`: how many keys they must hold in the end."""
+    """Make the side with state in state workers; `keys`: how many keys they must hold in the end."""
 
     def start(checkpoint: str) -> Query:
         writer = _writer(build(anabranch.stream(rows)), checkpoint, trigger, mode)
@@ -115,7 +115,7 @@ def anabranch_side(
 
 
 def stateless_side(rows: DataFrame, build: Build, *, warmup: int, measured: int, name: str = NO_STATE) -> Side:
-    """The same aggregation of each epoch by itself, as a batch, to the same sink: the ceiling."""
+    """Make the ceiling: the same aggregation of each epoch by itself, as a batch, to the same sink."""
 
     def start(checkpoint: str) -> Query:
         return _BatchQuery(rows, build, checkpoint)

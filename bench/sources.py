@@ -18,7 +18,7 @@ _START_MS = 1_767_225_600_000  # 2026-01-01
 
 @dataclass(frozen=True)
 class Size:
-    """Of an epoch. Half of its keys, at least one, may differ in what they do from the other half."""
+    """The size of an epoch. Half of its keys, at least one, may differ in what they do from the other half."""
 
     keys: int
     rows_per_key: int
@@ -33,7 +33,7 @@ class Size:
 
 
 def numbers(spark: SparkSession, *, rows: int, partitions: int) -> DataFrame:
-    """A stream of 0, 1, 2, … in a column `value`: `rows` of them in every epoch, one epoch after the other."""
+    """Make a stream of 0, 1, 2, … in a column `value`: `rows` of them in every epoch, one epoch after the other."""
     return (
         spark.readStream.format("rate-micro-batch")
         .option("rowsPerBatch", rows)
@@ -43,7 +43,7 @@ def numbers(spark: SparkSession, *, rows: int, partitions: int) -> DataFrame:
 
 
 def all_keys(values: DataFrame, keys: int, *more: Column) -> DataFrame:
-    """Rows that touch every key equally often, with `more` columns: each run of `keys` rows has all keys.
+    """Make rows that touch every key equally often, with `more` columns: each run of `keys` rows has all keys.
 
     The order shifts from run to run, so that every key comes from every partition of the source.
     """
@@ -53,7 +53,7 @@ def all_keys(values: DataFrame, keys: int, *more: Column) -> DataFrame:
 
 
 def loaded_keys(values: DataFrame, keys: int, *, rows_per_key: int) -> DataFrame:
-    """First every key once, to load the state; then keys from all over the state, `rows_per_key` rows of each.
+    """Make every key once, to load the state; then keys from all over the state, `rows_per_key` rows of each.
 
     An epoch of n rows then touches n / rows_per_key different keys, however many there are.
     """
@@ -64,30 +64,30 @@ def loaded_keys(values: DataFrame, keys: int, *, rows_per_key: int) -> DataFrame
 
 
 def event_time(size: Size) -> Column:
-    """The time of the rows of `numbers`: it rises with them, and every epoch starts a minute after the one before."""
+    """Give the rows of `numbers` a time: it rises with them, and every epoch starts a minute after the one before."""
     into_epoch = f"value % {size.rows} * {ROWS_MS} div {size.rows}"
     return F.timestamp_millis(F.expr(f"{_START_MS} + value div {size.rows} * {EPOCH_MS} + {into_epoch}")).alias("time")
 
 
 def timed_keys(values: DataFrame, size: Size) -> DataFrame:
-    """Rows with a time that touch half as many keys as the size says, equally often, in both halves of each epoch."""
+    """Make rows with a time that touch half of the keys of the size, equally often, in both halves of each epoch."""
     return all_keys(values, size.half, event_time(size))
 
 
 def moving_keys(values: DataFrame, size: Size) -> DataFrame:
-    """Rows with a time, and keys that come and go: half of an epoch's are new, half were new the epoch before."""
+    """Make rows with a time, and keys that come and go: half of an epoch's are new, half were new the epoch before."""
     block = F.expr(f"value div {size.rows} + value div {size.half} % 2")
     rows = all_keys(values, size.half, event_time(size), block.alias("block"))
     return rows.select((F.col("key") + F.col("block") * size.half).alias("key"), "amount", "time")
 
 
 def first_sightings(values: DataFrame, size: Size) -> DataFrame:
-    """Rows with a time and keys that no epoch before had."""
+    """Make rows with a time and keys that no epoch before had."""
     return _sightings(values, size, F.lit(0))
 
 
 def second_sightings(values: DataFrame, size: Size) -> DataFrame:
-    """Each key of `first_sightings` again: half of them in the same epoch, half of them exactly a minute later."""
+    """Make each key of `first_sightings` again: half of them in the same epoch, half exactly a minute later."""
     return _sightings(values, size, F.col("place") % 2)
 
 
@@ -100,12 +100,12 @@ def _sightings(values: DataFrame, size: Size, epochs_ago: Column) -> DataFrame:
 
 
 def _scattered(position: Column, keys: int) -> Column:
-    """A position's key: neighbours are far apart, and `keys` neighbours are all different."""
+    """Give positions their keys: neighbours are far apart, and `keys` neighbours are all different."""
     return F.pmod(position % keys * multiplier(keys), F.lit(keys)).cast("long")
 
 
 def multiplier(keys: int) -> int:
-    """A number near the golden section of `keys` that has no factor in common with it."""
+    """Return a number near the golden section of `keys` that has no factor in common with it."""
     number = max(1, round(keys * _GOLDEN))
     while math.gcd(number, keys) != 1:
         number += 1

@@ -10,7 +10,7 @@ from typing import Any
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from bench import processors
+from bench import user_code
 from bench.figures import Budget
 from bench.sides import SPARK, Build, Rows, totals
 from bench.sources import Size, all_keys, first_sightings, moving_keys, second_sightings, timed_keys
@@ -42,7 +42,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Workload:
-    """A line of the table."""
+    """A line of the table of work."""
 
     #: What it is chosen by; several lines may have the same.
     family: str
@@ -101,27 +101,27 @@ def _duplicates(numbers: Numbers, size: Size) -> Flow:
 def _event_timers(method: str, processor: type, numbers: Numbers, size: Size) -> Flow:
     def build(rows: Rows) -> Rows:
         grouped = rows.withWatermark("time", "0 seconds").groupBy("key")
-        return getattr(grouped, method)(processor(), processors.OUTPUT, "Update", "EventTime")
+        return getattr(grouped, method)(processor(), user_code.OUTPUT, "Update", "EventTime")
 
     return Flow(moving_keys(numbers(), size).withColumn("time_ms", F.unix_millis("time")), build)
 
 
 def _time_to_live(method: str, processor: type, numbers: Numbers, size: Size) -> Flow:
     def build(rows: Rows) -> Rows:
-        return getattr(rows.groupBy("key"), method)(processor(), processors.OUTPUT, "Update", "ProcessingTime")
+        return getattr(rows.groupBy("key"), method)(processor(), user_code.OUTPUT, "Update", "ProcessingTime")
 
     return Flow(all_keys(numbers(), size.keys), build)
 
 
 def _vectorised(numbers: Numbers, size: Size) -> Flow:
     def build(rows: Rows) -> Rows:
-        return rows.groupBy("key").processInArrow(processors.arrow_totals, processors.OUTPUT, processors.STATE)
+        return rows.groupBy("key").processInArrow(user_code.arrow_totals, user_code.OUTPUT, user_code.STATE)
 
     return Flow(all_keys(numbers(), size.keys), build, rival=totals)
 
 
 def _processed(text: str, flow: Any, rows: type, pandas: type, state_rows: Callable[[Size], int]) -> list[Workload]:
-    """A StatefulProcessor on rows and on pandas."""
+    """Make the lines of a StatefulProcessor on rows and on pandas."""
     kinds = [
         ("rows", "transformWithState", rows, Budget(bound=20, aim=50)),
         ("pandas", "transformWithStateInPandas", pandas, Budget(bound=10, aim=30)),
@@ -153,8 +153,8 @@ WORKLOADS = (
     Workload("joins", "inner join, each side", _joins, lambda size: 5 * size.rows, Size(200_000, 1)),
     # The new keys of three epochs.
     Workload("duplicates", "dropDuplicatesWithinWatermark", _duplicates, _three_halves, Size(200_000, 2)),
-    *_processed("timer", _event_timers, processors.RowSessions, processors.PandasSessions, _three_halves),
-    *_processed("TTL", _time_to_live, processors.FadingRowTotals, processors.FadingPandasTotals, _as_many),
+    *_processed("timer", _event_timers, user_code.RowSessions, user_code.PandasSessions, _three_halves),
+    *_processed("TTL", _time_to_live, user_code.FadingRowTotals, user_code.FadingPandasTotals, _as_many),
     *[
         Workload(
             "vectorised", "processInArrow", _vectorised, _as_many, Size(200_000, rows), Size(2_000, rows),
@@ -169,7 +169,7 @@ FAMILIES = tuple(dict.fromkeys(workload.family for workload in WORKLOADS))
 
 
 def chosen(families: str) -> list[Workload]:
-    """The lines of the families that a text names, with commas between; ValueError if it names another."""
+    """Return the lines of the families that a text names, with commas between; ValueError if it names another."""
     names = [name.strip() for name in families.split(",") if name.strip()]
     unknown = [name for name in names if name not in FAMILIES]
     if unknown or not names:

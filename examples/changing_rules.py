@@ -8,8 +8,6 @@ checkpoint, and ``query.state`` shows them.
 Run it with ``.venv/bin/python examples/changing_rules.py`` (less than a minute).
 """
 
-import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,29 +40,34 @@ class Limits(StatefulProcessor):
         self.spent.update((spent,))
 
 
-def add(folder: Path, number: int, rows: list[dict[str, Any]]) -> None:
-    """Rows for the next micro-batch."""
-    new = folder.parent / "new.parquet"
-    pd.DataFrame(rows).to_parquet(new)
-    new.rename(folder / f"{number}.parquet")
+COLUMNS = {
+    "orders": "customer string, amount double, currency string",
+    "rates": "currency string, rate double",
+    "limits": "customer string, limit double",
+}
+
+
+def add(folder: Path, number: int, **rows: list[tuple[Any, ...]]) -> None:
+    """Write rows of orders, rates and limits for the next micro-batch."""
+    for name, values in rows.items():
+        columns = [column.split()[0] for column in COLUMNS[name].split(", ")]
+        pd.DataFrame(values, columns=columns).to_parquet(folder / "new.parquet")
+        (folder / "new.parquet").rename(folder / name / f"{number}.parquet")
 
 
 def main(spark: SparkSession) -> dict[str, Any]:
-    """Who was over the limit in each micro-batch, and the tables at the end."""
+    """Return who was over the limit in each micro-batch, and the tables at the end."""
     with tempfile.TemporaryDirectory() as name:
-        folders = {each: Path(name) / each for each in ("orders", "rates", "limits")}
-        for folder in folders.values():
-            folder.mkdir()
-        orders = spark.readStream.schema("customer string, amount double, currency string").parquet(
-            str(folders["orders"])
-        )
-        rates = spark.readStream.schema("currency string, rate double").parquet(str(folders["rates"]))
-        limits = spark.readStream.schema("customer string, limit double").parquet(str(folders["limits"]))
+        folder = Path(name)
+        inputs = {}
+        for each, columns in COLUMNS.items():
+            (folder / each).mkdir()
+            inputs[each] = spark.readStream.schema(columns).parquet(f"{name}/{each}")
 
-        rate_table = anabranch.broadcast(rates, key="currency")
-        limit_table = anabranch.broadcast(limits, key="customer", deleted="limit is null")
+        rate_table = anabranch.broadcast(inputs["rates"], key="currency")
+        limit_table = anabranch.broadcast(inputs["limits"], key="customer", deleted="limit is null")
         over = (
-            anabranch.stream(orders)
+            anabranch.stream(inputs["orders"])
             .stage("tables")
             .withBroadcast(rates=rate_table, limits=limit_table)
             .join(rate_table, "currency")
@@ -75,24 +78,21 @@ def main(spark: SparkSession) -> dict[str, Any]:
         found: list[list[Row]] = []
         writer = over.writeStream.outputMode("update").foreachBatch(lambda rows, _: found[-1].extend(rows.collect()))
 
-        add(folders["rates"], 0, [{"currency": "EUR", "rate": 1.0}, {"currency": "USD", "rate": 0.8}])
-        add(folders["limits"], 0, [{"customer": "everybody", "limit": 100.0}])
-        add(folders["orders"], 0, [order("ann", 90, "EUR"), order("bob", 110, "USD"), order("cyd", 101, "EUR")])
+        add(folder, 0, rates=[("EUR", 1.0), ("USD", 0.8)], limits=[("everybody", 100.0)])
+        add(folder, 0, orders=[("ann", 90.0, "EUR"), ("bob", 110.0, "USD"), ("cyd", 101.0, "EUR")])
         found.append([])
         query = writer.option("checkpointLocation", f"{name}/checkpoint").start()
         query.processAllAvailable()
 
         # The dollar rises, ann gets a limit of her own, and so do all others.
-        add(folders["rates"], 1, [{"currency": "USD", "rate": 1.1}])
-        add(folders["limits"], 1, [{"customer": "everybody", "limit": 150.0}, {"customer": "ann", "limit": 1000.0}])
+        add(folder, 1, rates=[("USD", 1.1)], limits=[("everybody", 150.0), ("ann", 1000.0)])
         query.processAllAvailable()
-        add(folders["orders"], 1, [order("ann", 200, "USD"), order("bob", 60, "USD"), order("cyd", 10, "EUR")])
+        add(folder, 1, orders=[("ann", 200.0, "USD"), ("bob", 60.0, "USD"), ("cyd", 10.0, "EUR")])
         found.append([])
         query.processAllAvailable()
 
         # Her limit is removed.
-        add(folders["limits"], 2, [{"customer": "ann", "limit": None}])
-        add(folders["orders"], 2, [order("ann", 1, "EUR")])
+        add(folder, 2, limits=[("ann", None)], orders=[("ann", 1.0, "EUR")])
         found.append([])
         query.processAllAvailable()
         tables = {each: sorted(map(tuple, query.state("tables", each).collect())) for each in ("rates", "limits")}
@@ -102,12 +102,7 @@ def main(spark: SparkSession) -> dict[str, Any]:
     return {"over": [sorted(row.customer for row in rows) for rows in found], **tables}
 
 
-def order(customer: str, amount: float, currency: str) -> dict[str, Any]:
-    return {"customer": customer, "amount": float(amount), "currency": currency}
-
-
 if __name__ == "__main__":
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")

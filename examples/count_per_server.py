@@ -3,8 +3,6 @@
 Run it with ``.venv/bin/python examples/count_per_server.py`` (less than a minute).
 """
 
-import os
-import sys
 import tempfile
 
 from pyspark.sql import SparkSession
@@ -14,7 +12,7 @@ import anabranch
 
 
 def main(spark: SparkSession, seconds: int = 10) -> int:
-    """How many edits were counted."""
+    """Return how many edits were counted."""
     edits = (
         spark.readStream.format("rate")
         .option("rowsPerSecond", 1000)
@@ -48,7 +46,6 @@ def main(spark: SparkSession, seconds: int = 10) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")

@@ -10,7 +10,6 @@ Run it with ``.venv/bin/python examples/deduplicate.py`` (less than a minute).
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -32,7 +31,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 def write_payments(folder: Path) -> None:
-    """Every payment, every second one of them again at once, and every fourth again with a later time."""
+    """Write every payment, every second one of them again at once, and every fourth again with a later time."""
     folder.mkdir()
     rows = []
     for number in range(MINUTES * PAYMENTS_PER_MINUTE):
@@ -47,7 +46,7 @@ def write_payments(folder: Path) -> None:
 
 
 def main(spark: SparkSession) -> dict[str, tuple[int, int]]:
-    """For each way how many payments went through, and how many keys the state has at the end."""
+    """Return for each way how many payments went through, and how many keys the state has at the end."""
     result = {}
     with tempfile.TemporaryDirectory() as folder:
         write_payments(Path(folder) / "payments")
@@ -72,7 +71,6 @@ def main(spark: SparkSession) -> dict[str, tuple[int, int]]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")

@@ -12,8 +12,6 @@ kills a state worker and adds one in the middle: the alarms are the same.
 Run it with ``.venv/bin/python examples/fraud_timers.py`` (less than a minute).
 """
 
-import os
-import sys
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -88,7 +86,7 @@ STORY: list[Step] = [
 
 
 def main(spark: SparkSession) -> dict[str, Any]:
-    """The alarms, and how many countries were remembered before and after a quiet hour."""
+    """Return the alarms, and how many countries were remembered before and after a quiet hour."""
     schema = "card string, at timestamp, amount double, country string"
     with StreamTest(spark, schema, alarms, outputMode="append") as test:
         found = [row for rows in test.play(STORY) for row in rows]
@@ -102,7 +100,6 @@ def main(spark: SparkSession) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")

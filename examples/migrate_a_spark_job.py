@@ -10,7 +10,6 @@ Run it with ``.venv/bin/python examples/migrate_a_spark_job.py`` (less than a mi
 import json
 import os
 import random
-import sys
 import tempfile
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -25,7 +24,7 @@ START = datetime(2026, 1, 1, 12)
 
 
 def job(spark: SparkSession, folder: str, name: str) -> tuple[Any, list[Row]]:
-    """Sales for each region and quarter of an hour, from orders and a table of shops."""
+    """Sum up the sales of each region and quarter of an hour, from orders and a table of shops."""
     shops = spark.createDataFrame([(1, "north"), (2, "north"), (3, "south")], "shop bigint, region string")
     schema = "shop bigint, at timestamp, amount bigint"
     orders = spark.readStream.schema(schema).option("maxFilesPerTrigger", 1).json(f"{folder}/orders")
@@ -50,7 +49,7 @@ def job(spark: SparkSession, folder: str, name: str) -> tuple[Any, list[Row]]:
 
 
 def write_orders(folder: Path) -> None:
-    """Two hours of orders, with some that are out of order, in four files."""
+    """Write two hours of orders, with some that are out of order, to four files."""
     draw = random.Random(7)
     folder.mkdir()
     for part in range(4):
@@ -64,7 +63,7 @@ def write_orders(folder: Path) -> None:
 
 
 def main(spark: SparkSession) -> dict[str, Any]:
-    """Who ran the program each time, and what came out."""
+    """Return who ran the program each time, and what came out."""
     with tempfile.TemporaryDirectory() as folder:
         write_orders(Path(folder) / "orders")
         before, native = job(spark, folder, "sales_on_spark")
@@ -82,7 +81,6 @@ def main(spark: SparkSession) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")

@@ -3,8 +3,6 @@
 Run it with ``.venv/bin/python examples/running_totals.py`` (less than a minute).
 """
 
-import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +35,7 @@ class Balance(StatefulProcessor):
 
 
 def main(spark: SparkSession, seconds: int = 10) -> int:
-    """How many accounts have a balance."""
+    """Return how many accounts have a balance."""
     movements = (
         spark.readStream.format("rate")
         .option("rowsPerSecond", 1000)
@@ -68,7 +66,6 @@ def main(spark: SparkSession, seconds: int = 10) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")

@@ -8,8 +8,6 @@ user and every time.
 Run it with ``.venv/bin/python examples/top_pages.py`` (less than a minute).
 """
 
-import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ FILES = 3
 
 
 def write_views(folder: Path) -> pd.DataFrame:
-    """Page views, few pages with most of them; each file is an epoch."""
+    """Write page views, most of them of few pages; each file is an epoch."""
     draw = np.random.default_rng(7)
     folder.mkdir()
     files = []
@@ -62,7 +60,7 @@ def summary(views: Any) -> Any:
 
 
 def main(spark: SparkSession) -> dict[str, Any]:
-    """For each site and for all together: what the sketches say, and what is true."""
+    """Return for each site and for all together what the sketches say, and what is true."""
     with tempfile.TemporaryDirectory() as folder:
         views = write_views(Path(folder) / "views")
         source = spark.readStream.schema(SCHEMA).option("maxFilesPerTrigger", 1).parquet(f"{folder}/views")
@@ -99,7 +97,6 @@ def main(spark: SparkSession) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")

@@ -9,7 +9,6 @@ Run it with ``.venv/bin/python examples/user_sessions.py`` (less than a minute).
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,7 +82,7 @@ def with_timers(clicks: Any) -> Any:
 
 
 def main(spark: SparkSession) -> dict[str, list[Row]]:
-    """The sessions that each of the two ways finds."""
+    """Return the sessions that each of the two ways finds."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "clicks").mkdir()
@@ -114,7 +113,6 @@ def main(spark: SparkSession) -> dict[str, list[Row]]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")

@@ -7,8 +7,6 @@ There is no Python loop over rows or keys, so 20,000 sensors an epoch cost hardl
 Run it with ``.venv/bin/python examples/vectorised.py`` (less than a minute).
 """
 
-import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,7 +27,7 @@ FAULTY = [17, 4_711, 16_180]
 
 
 def outliers(keys: pa.Table, rows: pa.Table, state: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """Readings more than ten standard deviations away from the mean of those before, if these are many; the state."""
+    """Return the readings ten standard deviations away from the mean of those before, if these are many; the state."""
     n, mean, squares = (state.column(name).fill_null(0).to_numpy() for name in ("n", "mean", "squares"))
     key = rows.column("_key").to_numpy()  # the position of each row's sensor in keys and state
     value = rows.column("value").to_numpy()
@@ -52,7 +50,7 @@ def outliers(keys: pa.Table, rows: pa.Table, state: pa.Table) -> tuple[pa.Table,
 
 
 def write_epoch(folder: Path, number: int) -> None:
-    """Ten readings of every sensor; in the last epoch, one of each faulty sensor is far off."""
+    """Write ten readings of every sensor; in the last epoch, one of each faulty sensor is far off."""
     draw = np.random.default_rng(number)
     sensor = np.repeat(np.arange(SENSORS, dtype=np.int64), READINGS)
     value = 20 + sensor % 10 + draw.normal(0, 0.5, len(sensor))
@@ -64,7 +62,7 @@ def write_epoch(folder: Path, number: int) -> None:
 
 
 def main(spark: SparkSession) -> list[Row]:
-    """The readings that are far off."""
+    """Return the readings that are far off."""
     with tempfile.TemporaryDirectory() as folder:
         readings = Path(folder) / "readings"
         readings.mkdir()
@@ -92,7 +90,6 @@ def main(spark: SparkSession) -> list[Row]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")

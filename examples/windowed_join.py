@@ -10,7 +10,6 @@ Run it with ``.venv/bin/python examples/windowed_join.py`` (less than a minute).
 import json
 import os
 import random
-import sys
 import tempfile
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -27,7 +26,7 @@ START = datetime(2026, 1, 1, 12)
 
 
 def write_input(folder: Path) -> None:
-    """Half an hour of impressions and clicks, ten minutes in a file; then one of each much later, to move the time."""
+    """Write half an hour of impressions and clicks, ten minutes a file, and one of each later, to move the time."""
     draw = random.Random(7)
     number = 0
     for part in range(4):
@@ -49,7 +48,7 @@ def write_input(folder: Path) -> None:
 
 
 def click_rates(shown: Any, clicked: Any) -> Any:
-    """Of streams, or of DataFrames: the words are the same."""
+    """Count, on streams or on DataFrames: the words are the same."""
     shown = shown.withWatermark("shown_at", "10 minutes")
     clicked = clicked.withWatermark("clicked_at", "10 minutes")
     in_time = F.expr("clicked_at BETWEEN shown_at AND shown_at + INTERVAL 5 MINUTES")
@@ -62,7 +61,7 @@ def click_rates(shown: Any, clicked: Any) -> Any:
 
 
 def main(spark: SparkSession) -> dict[str, list[Row]]:
-    """The counts of the stream, and of the same files in one batch."""
+    """Return the counts of the stream, and of the same files in one batch."""
     with tempfile.TemporaryDirectory() as folder:
         write_input(Path(folder))
         reader = spark.readStream.option("maxFilesPerTrigger", 1)
@@ -90,7 +89,6 @@ def main(spark: SparkSession) -> dict[str, list[Row]]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", 2)
     session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")

@@ -22,15 +22,14 @@ from rich.console import Console
 
 from anabranch.core.settings import MIGRATIONS
 from anabranch.demo import presentation
-from anabranch.demo.interrupts import StopRequest
-from anabranch.demo.job import build_job, start_job
-from anabranch.demo.meter import Snapshot
-from anabranch.demo.options import DemoOptions
+from anabranch.demo.job import LatencySink, build_job, start_job
+from anabranch.demo.meter import RunFigures
+from anabranch.demo.options import DemoOptions, find_recorded
+from anabranch.demo.outcome import Ending
 from anabranch.demo.output import OutputDirectory, claim_output
-from anabranch.demo.panels import command_text
-from anabranch.demo.recorded import find_recorded
-from anabranch.demo.run import Ending, run_demo
-from anabranch.demo.sink import LatencySink
+from anabranch.demo.run import run_demo
+from anabranch.demo.session import StopRequest
+from anabranch.demo.view import command_text
 from anabranch.workload import WorkloadSpec, generate, read_latencies, write_files
 from support.redis_server import RedisServer, running_redis
 
@@ -47,9 +46,9 @@ class Looks:
     """A view that keeps what it is shown."""
 
     def __init__(self) -> None:
-        self.snapshots: list[Snapshot] = []
+        self.snapshots: list[RunFigures] = []
 
-    def show(self, snapshot: Snapshot, note: str = "") -> None:
+    def show(self, snapshot: RunFigures, note: str = "") -> None:
         del note
         self.snapshots.append(snapshot)
 
@@ -125,7 +124,7 @@ def test_the_request_in_the_view_gives_the_job_a_worker_more_also_with_a_shared_
 
         said: Mapping[str, Any] | None = None
 
-        def show(self, snapshot: Snapshot, note: str = "") -> None:
+        def show(self, snapshot: RunFigures, note: str = "") -> None:
             super().show(snapshot, note)
             if self.said is None and snapshot.epochs:
                 assert snapshot.url is not None
@@ -177,7 +176,7 @@ def test_a_query_that_fails_ends_the_run_with_its_error(spark: SparkSession, tmp
     with claim_output(tmp_path / "out") as output:
 
         class Saboteur(Looks):
-            def show(self, snapshot: Snapshot, note: str = "") -> None:
+            def show(self, snapshot: RunFigures, note: str = "") -> None:
                 super().show(snapshot, note)
                 shutil.rmtree(output.epochs, ignore_errors=True)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,10 +9,10 @@ import typer
 
 from anabranch.core.errors import AnabranchError, SettingsError
 from anabranch.core.settings import MIGRATIONS, STORES
-from anabranch.demo.options import DemoOptions, flag
+from anabranch.demo.options import DemoOptions, find_recorded, flag
 
 if TYPE_CHECKING:
-    from anabranch.demo.run import Outcome
+    from anabranch.demo.outcome import Outcome
 
 _USAGE = 2
 _INTERRUPTED = 130
@@ -23,6 +21,14 @@ _GENERATOR_OPTIONS = ("rate", "keys", "skew")
 #: How long events arrive in a single run, and in each of those that are compared.
 _SECONDS, _SECONDS_COMPARED = 30.0, 20.0
 
+_Seconds = Annotated[
+    float | None,
+    typer.Option(help="How long events arrive.", show_default=f"{_SECONDS:g}, or {_SECONDS_COMPARED:g} with --compare"),
+]
+_Input = Annotated[
+    Path | None,
+    typer.Option(help="Read recorded events of 'anabranch workgen' from this directory, one file an epoch."),
+]
 _RoutingCache = Annotated[
     bool,
     typer.Option(
@@ -36,21 +42,16 @@ _Drained = Annotated[
 
 def demo(
     context: typer.Context,
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="How long events arrive.", show_default=f"{_SECONDS:g}, or {_SECONDS_COMPARED:g} with --compare"
-        ),
-    ] = None,
-    rate: Annotated[float, typer.Option(help="Events a second.")] = 200.0,
-    keys: Annotated[int, typer.Option(help="How many different server names.")] = 100_000,
-    skew: Annotated[float, typer.Option(help="Zipf exponent over the server names; 0 is uniform.")] = 0.0,
-    workers: Annotated[int, typer.Option(help="How many state workers to start.")] = 2,
-    parallelism: Annotated[int, typer.Option(help="In how many partitions the stages work.")] = 2,
-    store: Annotated[str, typer.Option(help=f"Where workers keep state: {' or '.join(STORES)}.")] = "memory",
+    seconds: _Seconds = None,
+    rate: Annotated[float, typer.Option(help="Events a second.")] = DemoOptions.rate,
+    keys: Annotated[int, typer.Option(help="How many different server names.")] = DemoOptions.keys,
+    skew: Annotated[float, typer.Option(help="Zipf exponent over the server names; 0 is uniform.")] = DemoOptions.skew,
+    workers: Annotated[int, typer.Option(help="How many state workers to start.")] = DemoOptions.workers,
+    parallelism: Annotated[int, typer.Option(help="In how many partitions the stages work.")] = DemoOptions.parallelism,
+    store: Annotated[str, typer.Option(help=f"Where workers keep state: {' or '.join(STORES)}.")] = DemoOptions.store,
     redis_url: Annotated[
         str | None, typer.Option(help="The Redis of --store redis, e.g. redis://localhost:6379/0.")
-    ] = (None),
+    ] = None,
     rescale_to: Annotated[
         int | None,
         typer.Option(help="Rescale to so many workers during the run; 0: do not.", show_default="twice as many"),
@@ -58,23 +59,24 @@ def demo(
     rescale_at: Annotated[
         float | None, typer.Option(help="When to rescale, in seconds from the start.", show_default="the middle")
     ] = None,
-    migration: Annotated[str, typer.Option(help=f"How state follows a rescale: {' or '.join(MIGRATIONS)}.")] = "lazy",
+    migration: Annotated[
+        str, typer.Option(help=f"How state follows a rescale: {' or '.join(MIGRATIONS)}.")
+    ] = DemoOptions.migration,
     routing_cache: _RoutingCache = True,
     drain: _Drained = True,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run once with each --migration, and draw the runs side by side.")
     ] = False,
-    work_ms: Annotated[float, typer.Option(help="CPU time for each row of stage 2.")] = 5.0,
-    count_ms: Annotated[float, typer.Option(help="CPU time for each row of stage 3.")] = 0.0,
-    junk_bytes: Annotated[int, typer.Option(help="State that each row adds in stage 3, besides the count.")] = 0,
-    input: Annotated[
-        Path | None,
-        typer.Option(help="Read recorded events of 'anabranch workgen' from this directory, one file an epoch."),
-    ] = None,
+    work_ms: Annotated[float, typer.Option(help="CPU time for each row of stage 2.")] = DemoOptions.work_ms,
+    count_ms: Annotated[float, typer.Option(help="CPU time for each row of stage 3.")] = DemoOptions.count_ms,
+    junk_bytes: Annotated[
+        int, typer.Option(help="State that each row adds in stage 3, besides the count.")
+    ] = DemoOptions.junk_bytes,
+    input: _Input = None,
     output: Annotated[Path, typer.Option(help="The directory for the results.")] = Path("demo-output"),
-    trigger: Annotated[str, typer.Option(help="How often an epoch begins; 0: as soon as the last has ended.")] = (
-        "0 seconds"
-    ),
+    trigger: Annotated[
+        str, typer.Option(help="How often an epoch begins; 0: as soon as the last has ended.")
+    ] = DemoOptions.trigger,
     view: Annotated[bool, typer.Option("--view/--no-view", help="Live on a terminal, or lines of text.")] = True,
     master: Annotated[str, typer.Option(help="The Spark master to run on.")] = "local[2]",
 ) -> None:
@@ -82,11 +84,8 @@ def demo(
 
     Stages: 0 source, 1 filter (id % 4 != 0), 2 work that costs CPU time, 3 count per server, 4 latency at the sink.
     """
-    with _one_sentence_for_errors():
-        if input is not None:
-            _refuse_generator_options(context)
-        if compare:
-            _refuse_what_is_compared(context, rescale_to, drain=drain)
+    try:
+        _check_combinations(context, rescale_to, compare=compare, drain=drain, is_recorded=input is not None)
         run_s = (_SECONDS_COMPARED if compare else _SECONDS) if seconds is None else seconds
         options = DemoOptions(
             seconds=run_s, rate=rate, keys=keys, skew=skew, workers=workers, parallelism=parallelism, store=store,
@@ -95,24 +94,33 @@ def demo(
             input=input, trigger=trigger,
         )  # fmt: skip
         outcome = _run(options, output, master, compare=compare, live=view)
+    except AnabranchError as error:
+        typer.echo(f"anabranch demo: {error}", err=True)
+        raise typer.Exit(_USAGE if isinstance(error, SettingsError) else 1) from error
+    except KeyboardInterrupt:
+        typer.echo("anabranch demo: stopped at once, so there is no summary.", err=True)
+        raise typer.Exit(_INTERRUPTED) from None
     if outcome.error is not None:
         typer.echo(f"anabranch demo: the query failed: {outcome.error}", err=True)
         raise typer.Exit(1)
 
 
-@contextmanager
-def _one_sentence_for_errors() -> Iterator[None]:
-    try:
-        yield
-    except SettingsError as error:
-        typer.echo(f"anabranch demo: {error}", err=True)
-        raise typer.Exit(_USAGE) from error
-    except AnabranchError as error:
-        typer.echo(f"anabranch demo: {error}", err=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        typer.echo("anabranch demo: stopped at once, so there is no summary.", err=True)
-        raise typer.Exit(_INTERRUPTED) from None
+def _check_combinations(
+    context: typer.Context, rescale_to: int | None, *, compare: bool, drain: bool, is_recorded: bool
+) -> None:
+    """Refuse options that contradict each other."""
+    given = {name for name in context.params if _is_given(context, name)}
+    for name in _GENERATOR_OPTIONS:
+        if is_recorded and name in given:
+            raise SettingsError(
+                f"{flag(name)} describes generated events, but --input is given. Leave one of the two out."
+            )
+    if compare and "migration" in given:
+        raise SettingsError("--compare runs with every --migration, but one is given. Leave one of the two out.")
+    if compare and not drain:
+        raise SettingsError("--compare runs with every --migration, but --no-drain is about lazy only. Leave it out.")
+    if compare and rescale_to == 0:
+        raise SettingsError("--compare is about rescales, but --rescale-to is 0. Leave one of the two out.")
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -120,27 +128,9 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _refuse_generator_options(context: typer.Context) -> None:
-    for name in _GENERATOR_OPTIONS:
-        if _is_given(context, name):
-            raise SettingsError(
-                f"{flag(name)} describes generated events, but --input is given. Leave one of the two out."
-            )
-
-
-def _refuse_what_is_compared(context: typer.Context, rescale_to: int | None, *, drain: bool) -> None:
-    if _is_given(context, "migration"):
-        raise SettingsError("--compare runs with every --migration, but one is given. Leave one of the two out.")
-    if not drain:
-        raise SettingsError("--compare runs with every --migration, but --no-drain is about lazy only. Leave it out.")
-    if rescale_to == 0:
-        raise SettingsError("--compare is about rescales, but --rescale-to is 0. Leave one of the two out.")
-
-
 def _run(options: DemoOptions, directory: Path, master: str, *, compare: bool, live: bool) -> Outcome:
-    """Check everything that can be checked, then start Spark."""
+    """Check everything that can be checked, then start Spark and run."""
     from anabranch.demo.output import claim_output
-    from anabranch.demo.recorded import find_recorded
     from anabranch.demo.session import check_java, check_master, open_spark
 
     check_master(master)
@@ -150,7 +140,11 @@ def _run(options: DemoOptions, directory: Path, master: str, *, compare: bool, l
         # Rich, Spark and Arrow take their time to import, which a wrong option need not wait for.
         from rich.console import Console
 
+        from anabranch.workload.plot import missing_library
+
         console = Console()
+        if missing := missing_library():
+            console.print(missing, highlight=False, markup=False, soft_wrap=True)
         console.print("Starting Spark and the state workers; this takes some seconds.", highlight=False)
         with open_spark(master, parallelism=options.parallelism, log=output.log) as spark:
             from anabranch.demo.presentation import Presentation

@@ -1,4 +1,4 @@
-"""What a running demonstration has done so far, read off its query and its sink."""
+"""What a running demonstration has done so far, read off its query and its sink: epochs, workers, rescales."""
 
 from __future__ import annotations
 
@@ -8,29 +8,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
+
+from anabranch.api.query import StreamQuery
 from anabranch.core.errors import AnabranchError
-from anabranch.demo.rescales import Handle, RescaleFigures, RescaleWatch
-from anabranch.demo.sink import RECENT_S, LatencyPoint, LatencySink
+from anabranch.demo.job import RECENT_S, STAGES, LatencyPoint, LatencySink
 from anabranch.workload.latency import summary
 
 logger = logging.getLogger(__name__)
 
-
-class Query(Protocol):
-    """As much of a query as is looked at."""
-
-    @property
-    def recentProgress(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def last_rescale(self) -> Handle | None: ...
-
-    @property
-    def url(self) -> str | None: ...
-
-    def workers(self) -> list[dict[str, Any]]: ...
+_UNDER_WAY = ("waiting", "migrating")
 
 
 @dataclass(frozen=True)
@@ -49,11 +38,10 @@ class EpochFigures:
         return self.ended_s - self.duration_ms / 1000
 
 
-@dataclass(frozen=True)
-class WorkerFigures:
-    """What a state worker holds."""
+class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """What a state worker holds, out of what the query says about it."""
 
-    worker: str
+    worker: str = msgspec.field(name="id")
     #: Those that it owns, and how many of them have not arrived in full.
     key_groups: int
     pending_groups: int
@@ -65,8 +53,36 @@ class WorkerFigures:
     bytes: int
 
 
+class RescaleFigures(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """A rescale at one moment, out of what its handle says about it."""
+
+    number: int
+    what: str
+    state: str
+    #: Why it failed, or what came in its place.
+    message: str = ""
+    #: In milliseconds since 1970.
+    asked_ms: int
+    #: None while it goes on.
+    ended_ms: int | None
+    #: The first epoch with the new route; None before it, and where everything was started again.
+    first_epoch: int | None = msgspec.field(name="startedEpoch")
+    groups_moving: int = 0
+    groups_pending: int = 0
+    rows_fetched: int = 0
+    rows_drained: int = 0
+    bytes_fetched: int = 0
+    bytes_drained: int = 0
+    #: How long the change of the route held up its first epoch.
+    change_ms: int = 0
+
+    def seconds(self, now_ms: int) -> float:
+        """Return how long it took, or has taken so far."""
+        return ((now_ms if self.ended_ms is None else self.ended_ms) - self.asked_ms) / 1000
+
+
 @dataclass(frozen=True)
-class Snapshot:
+class RunFigures:
     """The job at one moment."""
 
     elapsed_s: float
@@ -94,28 +110,25 @@ class Snapshot:
         return any(rescale.ended_ms is None for rescale in self.rescales)
 
     def elapsed_at_s(self, time_ms: int) -> float:
-        """How long the run had taken at a time in milliseconds since 1970."""
+        """Return how long the run had taken at a time in milliseconds since 1970."""
         return self.elapsed_s - (self.now_ms - time_ms) / 1000
 
     def rates(self) -> list[tuple[str, float, int]]:
-        """For each stage its name, and the rows that went in: a second, and in all.
+        """Return for each stage its name, and the rows that went in: a second, and in all.
 
         The source makes what the filter takes. Work and count give a row for each row, so they take what the sink does.
         """
         before = (self.source_rows_per_s, self.source_rows)
         after = (self.sink_rows_per_s, self.sink_rows)
-        return [
-            (name, *(before if number < 2 else after))
-            for number, name in enumerate(("source", "filter", "work", "count", "sink"))
-        ]
+        return [(name, *(before if number < 2 else after)) for number, name in enumerate(STAGES)]
 
 
 class Meter:
-    """Follows a query from its start on."""
+    """Follows a query, and each of its rescales, whoever asked for them, from the start on."""
 
     def __init__(
         self,
-        query: Query,
+        query: StreamQuery,
         sink: LatencySink,
         monotonic_s: Callable[[], float] = time.monotonic,
         clock_s: Callable[[], float] = time.time,
@@ -130,7 +143,9 @@ class Meter:
         self._rows_read: int | None = None
         self._workers: tuple[WorkerFigures, ...] = ()
         self._url: str | None = None
-        self._watch = RescaleWatch(clock_s)
+        #: How each rescale says how far it is, and what was made of it last, by its number.
+        self._progress: dict[int, Callable[[], Mapping[str, Any]]] = {}
+        self._rescales: dict[int, RescaleFigures] = {}
 
     @property
     def elapsed_s(self) -> float:
@@ -142,10 +157,20 @@ class Meter:
         return [self._epochs[epoch] for epoch in sorted(self._epochs)]
 
     def read_rescales(self) -> tuple[RescaleFigures, ...]:
-        """Quick, so that it can be done often: how often decides how well the time of a rescale is known."""
-        return self._watch.look(self._query.last_rescale)
+        """Look at the rescales so far, the oldest first.
 
-    def read(self) -> Snapshot:
+        It is quick, so that it can be done often: how often decides how well the time of a rescale is known.
+        """
+        last = self._query.last_rescale
+        if last is not None:
+            self._progress.setdefault(last.number, last.progress)
+        for number, progress in self._progress.items():
+            known = self._rescales.get(number)
+            if known is None or known.ended_ms is None:
+                self._rescales[number] = _rescale_figures(progress(), self._clock_s(), known)
+        return tuple(self._rescales[number] for number in sorted(self._rescales))
+
+    def read(self) -> RunFigures:
         self._read_progress()
         self._read_workers()
         self._url = self._query.url or self._url
@@ -154,7 +179,7 @@ class Meter:
         source_rate, sink_rate = self._rates(epochs)
         latency_ms = summary(self._sink.recent_latencies())
         latency_ms.pop("count")
-        return Snapshot(
+        return RunFigures(
             elapsed_s=self.elapsed_s,
             epochs=len(epochs),
             last=last,
@@ -164,15 +189,13 @@ class Meter:
             sink_rows_per_s=sink_rate,
             latency_ms=latency_ms,
             workers=self._workers,
-            history=self._history(),
+            history=[
+                dataclasses.replace(point, reached_s=point.reached_s - self._began_s) for point in self._sink.history()
+            ],
             rescales=self.read_rescales(),
             url=self._url,
             now_ms=round(self._clock_s() * 1000),
         )
-
-    def _history(self) -> tuple[LatencyPoint, ...]:
-        points = self._sink.history()
-        return tuple(dataclasses.replace(point, reached_s=point.reached_s - self._began_s) for point in points)
 
     def _read_progress(self) -> None:
         for progress in self._query.recentProgress:
@@ -189,21 +212,25 @@ class Meter:
                 source_rows=progress["numInputRows"],
                 sink_rows=self._sink.rows_of(epoch),
             )
-            # A query that is restarted may not get round to its last report, but positions count all rows.
-            self._rows_read = _position(progress) or self._rows_read
+            # A query that is restarted may not get round to its last report, but positions count all rows. Recorded
+            # events have no such position.
+            (source,) = progress.get("sources") or [{}]
+            end = source.get("endOffset")
+            if isinstance(end, Mapping) and "row" in end:
+                self._rows_read = int(end["row"])
 
     def _read_workers(self) -> None:
         try:
             answers = self._query.workers()
         except (AnabranchError, RuntimeError) as error:
             # The query may have ended between two looks, and how it ended is for others to say; or it is being
-            # restarted, and has nobody who could be asked.
+            # restarted, and has no workers that could be asked.
             logger.debug("the workers cannot be asked: %s", error)
             return
-        self._workers = tuple(_figures(answer) for answer in answers)
+        self._workers = tuple(_worker_figures(answer) for answer in answers)
 
     def _rates(self, epochs: Sequence[EpochFigures]) -> tuple[float, float]:
-        """Rows a second over the last epochs, from the end of the one before them to the end of the last."""
+        """Return rows a second over the last epochs, from the end of the one before them to the end of the last."""
         since_s = self._clock_s() - RECENT_S
         recent = [epoch for epoch in epochs if epoch.ended_s >= since_s]
         if not recent:
@@ -215,20 +242,15 @@ class Meter:
         return sum(e.source_rows for e in recent) / taken_s, sum(e.sink_rows for e in recent) / taken_s
 
 
-def _figures(answer: Mapping[str, Any]) -> WorkerFigures:
-    return WorkerFigures(
-        worker=answer["id"],
-        key_groups=answer["keyGroups"],
-        pending_groups=answer["pendingGroups"],
-        frozen_groups=answer["frozenGroups"],
-        keys=sum(held["rows"] for held in answer["variables"] if held["variable"] == "count"),
-        rows=answer["rows"],
-        bytes=answer["bytes"],
-    )
+def _worker_figures(answer: Mapping[str, Any]) -> WorkerFigures:
+    keys = sum(held["rows"] for held in answer["variables"] if held["variable"] == "count")
+    return msgspec.convert({**answer, "keys": keys}, WorkerFigures)
 
 
-def _position(progress: Mapping[str, Any]) -> int | None:
-    """How many events had been read at the end of an epoch; None if the source does not count them."""
-    (source,) = progress.get("sources") or [{}]
-    end = source.get("endOffset")
-    return int(end["row"]) if isinstance(end, Mapping) and "row" in end else None
+def _rescale_figures(progress: Mapping[str, Any], now_s: float, known: RescaleFigures | None) -> RescaleFigures:
+    taken_ms = round(progress["seconds"] * 1000)
+    # The seconds of a rescale that has ended stand still, so they tell when it began only while it goes on; of one that
+    # begins and ends between two looks, this is the latest that it can have been.
+    asked_ms = round(now_s * 1000) - taken_ms if known is None else known.asked_ms
+    ended_ms = None if progress["state"] in _UNDER_WAY else asked_ms + taken_ms
+    return msgspec.convert({**progress, "askedMs": asked_ms, "endedMs": ended_ms}, RescaleFigures)

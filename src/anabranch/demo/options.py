@@ -1,7 +1,8 @@
-"""What the demonstration is asked to do, checked before anything starts."""
+"""What the demonstration is asked to do, and the recorded events that it may read; checked before anything starts."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,44 +25,38 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "count_ms": (0, 60_000),
     "junk_bytes": (0, 16 * 2**20),
 }
+#: What the job needs of a recorded event, with Spark's types.
+NEEDED = {"id": "LONG", "server_name": "STRING"}
 
+_FORMATS = ("json", "csv", "parquet")
 _UNITS_S = {"millisecond": 0.001, "second": 1.0, "minute": 60.0, "hour": 3600.0}
 _TRIGGER = re.compile(r"\s*(\d+)\s+(millisecond|second|minute|hour)s?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The options of ``anabranch demo``; a wrong one is refused with a sentence that names it."""
+    """The options of ``anabranch demo``, whose help says what each is; a wrong one is refused by its name."""
 
-    #: How long events arrive; recorded events are read for this long at most.
     seconds: float = 30.0
-    #: Events a second.
     rate: float = 200.0
-    #: Different server names.
     keys: int = 100_000
-    #: Zipf exponent over the server names; 0 is uniform.
     skew: float = 0.0
     workers: int = 2
     parallelism: int = 2
-    #: To how many workers the run is rescaled; 0: it is not; None: to twice as many as it begins with.
+    #: None: to twice as many workers as the run begins with; 0: it is not rescaled.
     rescale_to: int | None = None
-    #: When it is rescaled, in seconds from the start; None: in the middle.
+    #: None: in the middle.
     rescale_at: float | None = None
-    #: How state follows a rescale.
     migration: str = "lazy"
-    #: Whether tasks keep the route of their epoch, and whether state that nobody asks for moves in the background.
     routing_cache: bool = True
     drain: bool = True
     store: str = "memory"
-    #: The Redis to use with the store redis; None: the one that the settings name.
+    #: None: the one that the settings name.
     redis_url: str | None = None
-    #: CPU time for each row of stage 2.
     work_ms: float = 5.0
-    #: CPU time for each row of stage 3.
     count_ms: float = 0.0
-    #: State that stage 3 adds with each row, besides the count.
     junk_bytes: int = 0
-    #: A directory of recorded events, to read instead of generating any.
+    #: A directory of recorded events, which are read for `seconds` at most.
     input: Path | None = None
     #: How often an epoch begins, in Spark's words.
     trigger: str = "0 seconds"
@@ -98,28 +93,22 @@ class DemoOptions:
                 f"--rescale-to is {self.rescale_to}, as many workers as the run begins with. Choose another number, "
                 "or 0 for no rescale."
             )
-        if not self.drain:
-            self._check_without_drain()
-        if self.rescale_at is None:
-            return
-        if self.rescale_to == 0:
-            raise SettingsError("--rescale-at says when to rescale, but --rescale-to is 0. Leave one of the two out.")
-        if self.rescale_at >= self.seconds:
-            raise SettingsError(
-                f"--rescale-at is {self.rescale_at:g}, but the run is over after {self.seconds:g} seconds. "
-                "Choose an earlier time, or more --seconds."
-            )
-
-    def _check_without_drain(self) -> None:
-        if self.migration != "lazy" or self.store == "redis":
+        if not self.drain and (self.migration != "lazy" or self.store == "redis"):
             raise SettingsError(
                 f"--no-drain is about lazy migration, but --migration is {self.migration} and --store {self.store}. "
                 "Leave it out, or choose --migration lazy and another --store."
             )
-        if 0 < self.workers_after < self.workers:
+        if not self.drain and 0 < self.workers_after < self.workers:
             raise SettingsError(
                 f"--rescale-to is {self.workers_after}, fewer workers than at first, but with --no-drain no worker can "
                 "leave. Choose a greater number, or leave --no-drain out."
+            )
+        if self.rescale_at is not None and self.rescale_to == 0:
+            raise SettingsError("--rescale-at says when to rescale, but --rescale-to is 0. Leave one of the two out.")
+        if self.rescale_at is not None and self.rescale_at >= self.seconds:
+            raise SettingsError(
+                f"--rescale-at is {self.rescale_at:g}, but the run is over after {self.seconds:g} seconds. "
+                "Choose an earlier time, or more --seconds."
             )
 
     @property
@@ -137,7 +126,7 @@ class DemoOptions:
     @property
     def setup(self) -> str:
         """How state is reached and moved, in words."""
-        left_out = [flag(f"no_{name}") for name in ("drain", "routing_cache") if not getattr(self, name)]
+        left_out = [*([] if self.drain else ["--no-drain"]), *([] if self.routing_cache else ["--no-routing-cache"])]
         return ", ".join([self.migration, *left_out])
 
     @property
@@ -149,7 +138,7 @@ class DemoOptions:
 
     @property
     def parallelism_after(self) -> int:
-        """Each worker is to have as many tasks as before."""
+        """The parallelism with which each worker has as many tasks as before."""
         return min(MAX_PARALLELISM, max(1, round(self.parallelism * self.workers_after / self.workers)))
 
     @property
@@ -171,6 +160,64 @@ class DemoOptions:
         return max(1, round(self.rate * max(5.0, 2 * self.trigger_s)))
 
 
+@dataclass(frozen=True)
+class RecordedEvents:
+    """Event files of one format."""
+
+    directory: Path
+    format: str
+    #: The columns to read, in Spark's words. Of CSV files these are all that there are, because they go by position.
+    schema: str
+    #: How many files there are, each of them an epoch.
+    files: int = 1
+
+
+def find_recorded(directory: Path) -> RecordedEvents:
+    """Look at the files of a directory, and refuse what the job could not read."""
+    advice = f"Make event files with: anabranch workgen {directory} --rows 10000 --files 20"
+    if not directory.is_dir():
+        raise SettingsError(f"--input is {directory}, which is not a directory. {advice}")
+    # Spark's file source does not read hidden files either.
+    files = sorted(path for path in directory.iterdir() if path.is_file() and path.name[0] not in "._")
+    formats = {path.suffix.removeprefix(".") for path in files}
+    if not files:
+        raise SettingsError(f"--input is {directory}, which holds no files. {advice}")
+    if len(formats) > 1 or not formats.issubset(_FORMATS):
+        raise SettingsError(
+            f"--input is {directory}, which holds files of the kinds {', '.join(sorted(formats))}. "
+            f"Choose a directory with files of one kind: {', '.join(_FORMATS)}."
+        )
+    (format,) = formats
+    try:
+        columns = _columns(files[0], format)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{files[0]} cannot be read as {format}: {error}. Choose another --input.") from None
+    missing = [name for name in NEEDED if name not in columns]
+    if missing:
+        raise SettingsError(
+            f"The events in {files[0]} have no {' and no '.join(missing)}. "
+            "Choose events like those of anabranch workgen."
+        )
+    read = columns if format == "csv" else list(NEEDED)
+    schema = ", ".join(f"`{name}` {NEEDED.get(name, 'STRING')}" for name in read)
+    return RecordedEvents(directory, format, schema, len(files))
+
+
+def _columns(path: Path, format: str) -> list[str]:
+    """Return the names of the columns of a file."""
+    if format == "parquet":
+        # Takes half a second to import, and only this format needs it.
+        import pyarrow.parquet as pq
+
+        return list(pq.read_schema(path).names)
+    with path.open(encoding="utf-8") as lines:
+        first = lines.readline()
+    if format == "csv":
+        return [name.strip().strip('"') for name in first.split(",")]
+    document = json.loads(first)
+    return list(document) if isinstance(document, dict) else []
+
+
 def flag(name: str) -> str:
-    """An option as it is written on the command line."""
+    """Write an option as it stands on the command line."""
     return "--" + name.replace("_", "-")

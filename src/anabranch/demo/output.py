@@ -14,7 +14,7 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.settings import MIGRATIONS
 
 if TYPE_CHECKING:
-    from anabranch.workload.plot import Run
+    from anabranch.workload.plot import DrawnRun
 
 #: Marks a directory as one of a demonstration; its contents may be replaced by those of the next.
 MARKER = ".anabranch-demo"
@@ -44,41 +44,44 @@ class OutputDirectory:
                 shutil.rmtree(folder)
 
     def part(self, migration: str) -> OutputDirectory:
-        """The directory of one of several runs."""
+        """Make the directory of one of several runs."""
         part = OutputDirectory(self.path / migration)
         part.epochs.mkdir(parents=True)
         return part
 
     def write_results(self, summary: Mapping[str, Any], *, title: str) -> list[Path]:
-        """Write lines, pictures and summary; the files that there are now."""
+        """Write lines, pictures and summary; return the files that there are now."""
         # Imports Arrow and NumPy, which the command line does without.
         from anabranch.workload.latency import append_latencies, read_latencies
-        from anabranch.workload.plot import plot_runs
 
         if any(self.epochs.glob("*.csv")):
             append_latencies(self.latencies, read_latencies(self.epochs))
-        shutil.rmtree(self.epochs, ignore_errors=True)
-        if summary["rows"]["sink"]:
-            plot_runs([self._run("", summary)], self.pictures, title=title)
-        _write_json(self.summary, summary)
-        return [path for path in (self.latencies, *self.pictures, self.summary) if path.exists()]
+        self._draw({"": (self, summary)}, self.pictures, title)
+        return self._finish(summary, (self.latencies, *self.pictures, self.summary))
 
     def write_comparison(self, summaries: Mapping[str, Mapping[str, Any]], *, title: str) -> list[Path]:
         """Write one picture and one summary of several runs, whose own results are in their parts."""
-        from anabranch.workload.plot import plot_runs
+        parts = {name: (OutputDirectory(self.path / name), summary) for name, summary in summaries.items()}
+        self._draw(parts, self.comparison, title)
+        return self._finish(summaries, (*self.comparison, self.summary))
 
-        parts = {name: OutputDirectory(self.path / name) for name in summaries}
-        runs = [parts[name]._run(name, summary) for name, summary in summaries.items() if summary["rows"]["sink"]]
-        if runs:
-            plot_runs(runs, self.comparison, title=title)
-        _write_json(self.summary, summaries)
-        shutil.rmtree(self.epochs, ignore_errors=True)
-        return [path for path in (*self.comparison, self.summary) if path.exists()]
+    def _draw(
+        self,
+        runs: Mapping[str, tuple[OutputDirectory, Mapping[str, Any]]],
+        pictures: tuple[Path, ...],
+        title: str,
+    ) -> None:
+        """Draw the runs that have rows. Without the library that draws, the other results are written all the same."""
+        from anabranch.workload.plot import missing_library, plot_runs
 
-    def _run(self, name: str, summary: Mapping[str, Any]) -> Run:
-        """A run as it is drawn: its rows, and its rescales from when they were asked for to the output after them."""
+        drawn = [part._drawn(name, summary) for name, (part, summary) in runs.items() if summary["rows"]["sink"]]
+        if drawn and not missing_library():
+            plot_runs(drawn, pictures, title=title)
+
+    def _drawn(self, name: str, summary: Mapping[str, Any]) -> DrawnRun:
+        """Describe a run to be drawn: rows, and rescales from when they were asked for to the output after them."""
         from anabranch.workload.latency import read_latencies
-        from anabranch.workload.plot import Run
+        from anabranch.workload.plot import DrawnRun
 
         events, spans = [], []
         for rescale in summary["rescales"]:
@@ -86,16 +89,17 @@ class OutputDirectory:
             if rescale["ended_ms"] is not None:
                 events.append((rescale["ended_ms"], f"{rescale['state']}, {rescale['seconds']:.1f} s"))
                 spans.append((rescale["asked_ms"], rescale["first_output_ms"] or rescale["ended_ms"]))
-        return Run(name, read_latencies(self.latencies), events, spans)
+        return DrawnRun(name, read_latencies(self.latencies), events, spans)
 
-
-def _write_json(path: Path, document: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    def _finish(self, summary: Mapping[str, Any], files: tuple[Path, ...]) -> list[Path]:
+        self.summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(self.epochs, ignore_errors=True)
+        return [path for path in files if path.exists()]
 
 
 @contextmanager
 def claim_output(path: Path) -> Iterator[OutputDirectory]:
-    """The directory, empty and locked. One that holds anything of somebody else is refused."""
+    """Empty and lock the directory. One that holds anything that no demonstration has written is refused."""
     marker = path / MARKER
     try:
         if path.exists() and not path.is_dir():
@@ -107,20 +111,16 @@ def claim_output(path: Path) -> Iterator[OutputDirectory]:
             )
         path.mkdir(parents=True, exist_ok=True)
         with marker.open("a") as lock:
-            _take(lock.fileno(), path)
+            # The lock belongs to the open file, so it is gone with the process, however that ends.
+            try:
+                fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SettingsError(
+                    f"--output is {path}, where another demonstration is writing. Choose another directory, or stop it."
+                ) from None
             output = OutputDirectory(path)
             output.clear()
             output.epochs.mkdir()
             yield output
     except PermissionError as error:
         raise SettingsError(f"--output is {path}, which cannot be written. Choose another directory.") from error
-
-
-def _take(descriptor: int, path: Path) -> None:
-    """The lock belongs to the open file, so it is gone with the process, however that ends."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise SettingsError(
-            f"--output is {path}, where another demonstration is writing. Choose another directory, or stop it."
-        ) from None

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
 
 import numpy as np
 from pyspark.sql import SparkSession
@@ -15,15 +10,12 @@ from pyspark.sql import functions as F
 
 from anabranch.api.query import StreamQuery
 from anabranch.core.errors import UnsupportedError
-from anabranch.demo.interrupts import StopRequest, children_without_interrupts
-from anabranch.demo.job import COUNT_STAGE, build_job, start_job, warm_up
-from anabranch.demo.meter import Meter, Snapshot
-from anabranch.demo.options import DemoOptions
+from anabranch.demo.job import COUNT_STAGE, LatencySink, build_job, start_job, warm_up
+from anabranch.demo.meter import Meter, RunFigures
+from anabranch.demo.options import DemoOptions, RecordedEvents
+from anabranch.demo.outcome import Ending, Outcome, phases
 from anabranch.demo.output import OutputDirectory
-from anabranch.demo.phases import Phases, phases
-from anabranch.demo.recorded import RecordedEvents
-from anabranch.demo.rescales import RescaleFigures
-from anabranch.demo.sink import LatencySink
+from anabranch.demo.session import StopRequest, children_without_interrupts
 from anabranch.demo.view import View
 from anabranch.workload.latency import Latencies, read_latencies, summary
 
@@ -31,66 +23,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
 _RESCALE_LOOK_INTERVAL_S = 0.25
-
-
-class Ending(StrEnum):
-    """Why a run ended."""
-
-    COMPLETE = "complete"  #: every row has come through
-    TIME = "time"  #: the time was up, and rows were still waiting
-    INTERRUPTED = "interrupted"  #: somebody asked for it
-    FAILED = "failed"  #: the query failed
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended, and with what."""
-
-    ending: Ending
-    last: Snapshot
-    #: The sum of all counts in the state, when every row had come through; None if some had not.
-    counted: int | None
-    latency_ms: dict[str, int]
-    #: What each rescale did to the run, in the order of `last.rescales`.
-    phases: Sequence[Phases]
-    error: Exception | None
-
-    def to_json(self, options: DemoOptions) -> dict[str, Any]:
-        workers = [dataclasses.asdict(worker) for worker in self.last.workers]
-        given = dataclasses.asdict(options) | {"input": None if options.input is None else str(options.input)}
-        return {
-            "options": given,
-            "ending": str(self.ending),
-            "error": None if self.error is None else str(self.error),
-            "elapsed_s": round(self.last.elapsed_s, 3),
-            "epochs": self.last.epochs,
-            "rows": {"source": self.last.source_rows, "sink": self.last.sink_rows},
-            "latency_ms": self.latency_ms,
-            "state": {
-                "keys": sum(worker.keys for worker in self.last.workers),
-                "bytes": sum(worker.bytes for worker in self.last.workers),
-                "counted": self.counted,
-            },
-            "workers": workers,
-            "rescales": [
-                self._rescale_to_json(rescale, phases, options.migration)
-                for rescale, phases in zip(self.last.rescales, self.phases, strict=True)
-            ],
-        }
-
-    def _rescale_to_json(self, rescale: RescaleFigures, phases: Phases, strategy: str) -> dict[str, Any]:
-        figures = dataclasses.asdict(phases)
-        latency_ms = {phase: figures.pop(phase) for phase in ("before", "during", "after")}
-        output_ms = figures.pop("ended_ms")
-        return {
-            **dataclasses.asdict(rescale),
-            "strategy": strategy,
-            "asked_s": round(self.last.elapsed_at_s(rescale.asked_ms), 3),
-            "seconds": None if rescale.ended_ms is None else rescale.seconds(rescale.ended_ms),
-            "first_output_ms": output_ms,
-            "latency_ms": latency_ms,
-            **figures,
-        }
 
 
 def run_demo(
@@ -101,7 +33,7 @@ def run_demo(
     view: View,
     stop: StopRequest,
 ) -> Outcome:
-    """Run the job until its rows are through, its time is up, or somebody asks for the end."""
+    """Run the job until its rows are through, its time is up, or its end is asked for."""
     sink = LatencySink(output.epochs)
     job = build_job(spark, options, recorded)
     view.say("Warming up.")
@@ -119,7 +51,8 @@ def run_demo(
         query.stop()
     # The epoch that runs when a query is stopped may have come to the sink, but is not part of what Spark has done.
     sink.discard_after(-1 if last.last is None else last.last.epoch)
-    latencies = _latencies_of(output)
+    nothing = Latencies(np.empty(0, np.int64), np.empty(0, np.int64))
+    latencies = read_latencies(output.epochs) if any(output.epochs.glob("*.csv")) else nothing
     latency_ms = summary(latencies)
     return Outcome(
         ending,
@@ -132,16 +65,16 @@ def run_demo(
 
 
 class Middle:
-    """When the run is rescaled without being asked to."""
+    """Rescales the run once, in its middle or when its options say."""
 
     def __init__(self, options: DemoOptions, files: int | None) -> None:
         self._options = options
         self._files = files
         self._is_over = not options.workers_after
 
-    def rescale_if_due(self, query: StreamQuery, snapshot: Snapshot) -> None:
+    def rescale_if_due(self, query: StreamQuery, figures: RunFigures) -> None:
         options = self._options
-        if self._is_over or (snapshot.elapsed_s < options.rescale_at_s and not self._is_half_read(snapshot)):
+        if self._is_over or (figures.elapsed_s < options.rescale_at_s and not self._is_half_read(figures)):
             return
         self._is_over = True
         # The count is the only stage with state; the others have their partitions from the source. Workers are started
@@ -153,32 +86,32 @@ class Middle:
                 # The query has just ended; the next look finds out, and how it ended is told then.
                 logger.debug("no rescale: %s", error)
 
-    def _is_half_read(self, snapshot: Snapshot) -> bool:
+    def _is_half_read(self, figures: RunFigures) -> bool:
         """Recorded events may be through long before the time is up."""
-        return self._files is not None and self._options.rescale_at is None and 2 * snapshot.epochs >= self._files
+        return self._files is not None and self._options.rescale_at is None and 2 * figures.epochs >= self._files
 
 
 def _watch(
     query: StreamQuery, meter: Meter, options: DemoOptions, middle: Middle, view: View, stop: StopRequest
 ) -> Ending:
     while True:
-        snapshot = meter.read()
+        figures = meter.read()
         if not query.isActive:
             return Ending.FAILED
-        if snapshot.elapsed_s >= options.limit_s:
+        if figures.elapsed_s >= options.limit_s:
             return Ending.TIME
         # Without a drain, a rescale does not complete: there is nothing to wait for.
-        if not (snapshot.is_rescaling and options.drain) and _all_through(query, snapshot, options):
+        if not (figures.is_rescaling and options.drain) and _all_through(query, figures, options):
             return Ending.COMPLETE
-        waits = options.input is None and snapshot.elapsed_s >= options.seconds
-        view.show(snapshot, "the last rows are on their way" if waits else "")
-        middle.rescale_if_due(query, snapshot)
+        waits = options.input is None and figures.elapsed_s >= options.seconds
+        view.show(figures, "the last rows are on their way" if waits else "")
+        middle.rescale_if_due(query, figures)
         if _pause(meter, stop):
             return Ending.INTERRUPTED
 
 
 def _pause(meter: Meter, stop: StopRequest) -> bool:
-    """Wait for the next look, which is sooner while a rescale is under way; whether the end was asked for."""
+    """Wait for the next look, which is sooner while a rescale is under way; return whether the end was asked for."""
     until_s = meter.elapsed_s + _LOOK_INTERVAL_S
     known = meter.read_rescales()
     while (left_s := until_s - meter.elapsed_s) > 0:
@@ -190,22 +123,16 @@ def _pause(meter: Meter, stop: StopRequest) -> bool:
     return False
 
 
-def _all_through(query: StreamQuery, snapshot: Snapshot, options: DemoOptions) -> bool:
+def _all_through(query: StreamQuery, figures: RunFigures, options: DemoOptions) -> bool:
     if options.input is None:
-        return snapshot.source_rows >= options.rows
+        return figures.source_rows >= options.rows
     # How many rows the files have is not known, but Spark says when there is no further file; a query that was just
     # restarted has not looked for one yet.
     status = query.status
-    return bool(snapshot.epochs) and status["message"].startswith("Waiting for") and not status["isDataAvailable"]
+    return bool(figures.epochs) and status["message"].startswith("Waiting for") and not status["isDataAvailable"]
 
 
 def _counted(query: StreamQuery) -> int:
-    """How many rows the counts in the state stand for."""
+    """Return how many rows the counts in the state stand for."""
     row = query.state("count", "count").agg(F.sum("count")).first()
     return 0 if row is None or row[0] is None else int(row[0])
-
-
-def _latencies_of(output: OutputDirectory) -> Latencies:
-    if any(output.epochs.glob("*.csv")):
-        return read_latencies(output.epochs)
-    return Latencies(np.empty(0, np.int64), np.empty(0, np.int64))

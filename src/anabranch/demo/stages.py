@@ -20,7 +20,7 @@ _counted = Row("server_name", "count", "ingestion_time")
 
 
 def burn_cpu(cpu_s: float) -> None:
-    """Compute until this thread has used so much CPU time, however long that takes by the clock on the wall."""
+    """Compute until this thread has used this CPU time, however long that takes by the clock on the wall."""
     end_s = time.thread_time() + cpu_s
     digest = b""
     while time.thread_time() < end_s:
@@ -47,7 +47,7 @@ class Work:
 
 
 class CountPerServer(StatefulProcessor):
-    """Stage 3: for each row, how many rows its server has had so far.
+    """Stage 3: says for each row how many rows its server has had so far.
 
     Each row may cost CPU time, and may leave junk in the state, to see what heavy state does.
     """

@@ -7,14 +7,13 @@ stream: a window function would rank the rows of each epoch by themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.classic.dataframe import DataFrame as ClassicDataFrame
 
 from anabranch.engine.segments import Operation, Segment
+from anabranch.engine.spark.query import as_spark_made_it
 from anabranch.operators.join.catalyst import check_streaming
 from anabranch.operators.join.stage import JoinStage
 
@@ -47,9 +46,7 @@ def _given_out(segment: Segment) -> DataFrame:
     assert rows is not None
     if isinstance(segment.stage, JoinStage):
         return rows  # streaming itself, and known by the columns that the user may have taken from either side
-    some: Any = rows.sparkSession.readStream.format("rate").load()
-    # A session that has been enabled reads streams of its own kind.
-    plain = ClassicDataFrame(some._jdf, rows.sparkSession)
+    plain = as_spark_made_it(rows.sparkSession.readStream.format("rate").load())
     return plain.select(
         *[F.lit(None).cast(field.dataType).alias(field.name, metadata=field.metadata) for field in rows.schema]
     )

@@ -26,12 +26,12 @@ from anabranch.operators.process import Program, declare_state, run_frames, run_
 from anabranch.operators.process.declare import checked_time_mode
 from anabranch.operators.process.program import TimeMode
 from anabranch.operators.process.stage import LateRows
-from anabranch.testing.moments import milliseconds
+from anabranch.testing.steps import milliseconds
 from anabranch.wire.routed import Answers
 from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.stores.options import StoreOptions
 
-#: The id of a job that nobody else has.
+#: The id of a job that no other has.
 _JOB = "0" * 32
 _KEY_GROUPS = 16
 
@@ -86,7 +86,7 @@ class ProcessorTest:
         self._initial = [] if initialState is None else self._initial_batches(*initialState, fields)
 
     def send(self, rows: Sequence[Any]) -> list[Row]:
-        """An epoch with these rows, as tuples or dicts; what the processor yields, timers that are due included.
+        """Run an epoch with these rows, as tuples or dicts; return what the processor yields, for due timers as well.
 
         With timeMode "eventTime", rows that the watermark has passed are dropped.
         """
@@ -96,17 +96,17 @@ class ProcessorTest:
         return self._epoch(batches)
 
     def advance_watermark(self, to: datetime | int) -> list[Row]:
-        """Let event time pass, to a datetime or to milliseconds since 1970; what timers yield because of it."""
+        """Let event time pass, to a datetime or to milliseconds since 1970; return what timers yield because of it."""
         self._watermark_ms = max(milliseconds(to), self._watermark_ms or 0)
         return self._epoch([])
 
     def advance_clock(self, seconds: float) -> list[Row]:
-        """Let processing time pass; what timers yield because of it. Time stands still otherwise."""
+        """Let processing time pass; return what timers yield because of it. Time stands still otherwise."""
         self._now_ms += round(seconds * 1000)
         return self._epoch([])
 
     def state(self, variable: str) -> list[Row]:
-        """What is in a state variable, with its key, in no particular order."""
+        """Return what is in a state variable, with its key, in no particular order."""
         if variable not in self._spec.layouts:
             raise UnsupportedError(f"There is no state variable {variable!r}, but {sorted(self._spec.layouts)}.")
         return _rows(self._state.scan(variable).drop_columns([HASH]))
@@ -122,10 +122,9 @@ class ProcessorTest:
         return _rows(pa.Table.from_batches(output, schema=program.output_schema))
 
     def _batches(self, rows: Sequence[Any], schema: StructType) -> list[pa.RecordBatch]:
-        """The rows as a task gets them: with the hash of their key, and the key, in front."""
+        """Make the rows as a task gets them: with the hash of their key, and the key, in front."""
         arrow = to_arrow_schema(schema, timezone="UTC")
-        columns = list(zip(*[_values(row, arrow.names) for row in rows], strict=True)) or [()] * len(arrow)
-        table = pa.table([pa.array(list(c), f.type) for c, f in zip(columns, arrow, strict=True)], schema=arrow)
+        table = pa.Table.from_pylist([_named(row, arrow.names) for row in rows], schema=arrow)
         keys = [table.column(name) for name in self._spec.key.names]
         hashes = [_hash(key) for key in zip(*[column.to_pylist() for column in keys], strict=True)]
         names = [HASH, *(f"_key{i}" for i in range(len(keys))), *arrow.names]
@@ -197,7 +196,7 @@ class _MemoryState:
         return rows.filter(EventTime(expiry.column, expiry.field).is_over(rows, expiry.up_to))
 
     def note_late(self, rows: int) -> None:
-        """Nobody asks for it here: what a processor drops is seen by what it does not give out."""
+        """Do nothing: what a processor drops is seen by what it does not give out."""
 
     def write(self, changes: Mapping[str, pa.Table]) -> None:
         self._staged = changes
@@ -215,7 +214,7 @@ class _MemoryState:
 
 
 def _late_rows(schema: StructType, keys: int, named: str | None) -> LateRows:
-    """Which rows the watermark passes: by the column that is named, else by the only timestamp."""
+    """Decide which rows the watermark passes: by the column that is named, else by the only timestamp."""
     times = [field.name for field in schema.fields if isinstance(field.dataType, TimestampType | TimestampNTZType)]
     if named is None and len(times) == 1:
         (named,) = times
@@ -235,14 +234,12 @@ def _struct(schema: StructType | str) -> StructType:
     return struct
 
 
-def _values(row: Any, names: list[str]) -> tuple[Any, ...]:
-    if isinstance(row, Mapping):
-        fits = set(row) == set(names)
-    else:
-        fits = isinstance(row, tuple | list) and len(row) == len(names)
-    if not fits:
+def _named(row: Any, names: list[str]) -> Mapping[str, Any]:
+    if isinstance(row, tuple | list) and len(row) == len(names):
+        return dict(zip(names, row, strict=True))
+    if not isinstance(row, Mapping) or set(row) != set(names):
         raise UnsupportedError(f"The row {row!r} does not have the columns {names}. Send tuples or dicts of them.")
-    return tuple(row[name] for name in names) if isinstance(row, Mapping) else tuple(row)
+    return row
 
 
 def _hash(key: tuple[Any, ...]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 
@@ -17,14 +17,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Clock:
-    """Time passes: the processing time of epochs is that much later from now on, and an epoch without rows runs."""
+    """Processing time passes: that of epochs is this much later from now on, and an epoch without rows runs."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Watermark:
-    """Event time passes: the watermark is there from now on, if it is not beyond, and an epoch without rows runs."""
+    """Event time passes: the watermark is at least here from now on, and an epoch without rows runs."""
 
     to: datetime | int
 
@@ -56,3 +56,10 @@ class Restart:
 
 
 Step = Rows | Clock | Watermark | Rescale | KillWorker | Restart
+
+
+def milliseconds(moment: datetime | int) -> int:
+    """Turn a moment of event time into milliseconds since 1970. A datetime without a time zone is in UTC."""
+    if isinstance(moment, int):
+        return moment
+    return round(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp() * 1000)

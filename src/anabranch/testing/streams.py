@@ -7,27 +7,36 @@ import shutil
 import signal
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructField, StructType
 
 from anabranch.api.query import StreamQuery
 from anabranch.api.running import run_of
-from anabranch.api.stream import Stream
+from anabranch.api.stream import Stream, stream
 from anabranch.core.errors import AnabranchError, UnsupportedError
-from anabranch.testing.inputs import NamedInputs, OneInput, Schema, Sent
-from anabranch.testing.moments import milliseconds
-from anabranch.testing.steps import Clock, KillWorker, Rescale, Restart, Rows, Step, Watermark
+from anabranch.engine.spark.query import as_spark_made_it, raise_watermark
+from anabranch.testing.steps import Clock, KillWorker, Rescale, Restart, Rows, Step, Watermark, milliseconds
+
+Schema = StructType | str
+#: Rows as tuples or dicts; by the name of their input, if there are several.
+Sent = Sequence[Any] | Mapping[str, Sequence[Any]]
 
 _WAIT_S = 120
 
 
 class StreamTest:
-    """Runs a stream on rows that a test sends, and says what comes out.
+    """Runs a stream on rows that a test sends, and returns what comes out.
 
     >>> with StreamTest(spark, "user string, amount bigint", lambda s: s.groupBy("user").count()) as test:
     ...     test.send([("ann", 3), ("bob", 4)])
@@ -60,12 +69,15 @@ class StreamTest:
         self._now_ms = time.time_ns() // 1_000_000
         #: Where the watermark is to be after the next epoch, at least.
         self._watermark_ms: int | None = None
-        #: By epoch: one that is repeated gives the same again. Those up to the last that was handed out are past.
+        #: What came out, by epoch: one that is repeated gives the same again. Epochs up to `_past` were handed out.
         self._output: dict[int, list[Row]] = {}
         self._past = -1
         try:
-            make: Callable[..., OneInput] = NamedInputs if isinstance(schema, Mapping) else OneInput
-            self._input = make(spark, self._folder / "input", schema)
+            folder = self._folder / "input"
+            if isinstance(schema, Mapping):
+                self._input: _OneInput = _NamedInputs(spark, folder, schema)
+            else:
+                self._input = _OneInput(spark, folder, schema)
             self.query: StreamQuery = self._start()
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -83,11 +95,11 @@ class StreamTest:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def play(self, steps: Sequence[Step]) -> list[list[Row]]:
-        """Let things happen one after the other; what came out after each."""
+        """Let things happen one after the other; return what came out after each."""
         return [self._take(step) for step in steps]
 
     def send(self, rows: Sent) -> list[Row]:
-        """Send rows, which make one epoch; the rows that come out of it, and of what it brings about.
+        """Send rows, which make one epoch; return the rows that come out of it, and of what it brings about.
 
         Rows are tuples or dicts; if there are several inputs, by the name of the input.
         """
@@ -95,13 +107,13 @@ class StreamTest:
         return self._settle()
 
     def advance_clock(self, seconds: float) -> list[Row]:
-        """Let processing time pass; the rows that come out because of it. It stands still otherwise."""
+        """Let processing time pass; return the rows that come out because of it. It stands still otherwise."""
         self._now_ms += round(seconds * 1000)
         self.query.wish_for_epoch()
         return self._settle()
 
     def advance_watermark(self, to: datetime | int) -> list[Row]:
-        """Let the watermark reach a datetime, or milliseconds since 1970; the rows that come out because of it.
+        """Let the watermark reach a datetime, or milliseconds since 1970; return the rows that come out because of it.
 
         Rows move it as well, as always. It never goes back.
         """
@@ -135,7 +147,7 @@ class StreamTest:
         self.query = self._start()
 
     def state(self, stage: str | int, variable: str | None = None) -> list[Row]:
-        """The state of a stage as of the last epoch, in no particular order."""
+        """Return the state of a stage as of the last epoch, in no particular order."""
         rows: list[Row] = self.query.state(stage, variable).collect()
         return rows
 
@@ -167,16 +179,73 @@ class StreamTest:
 
     def _collect(self, rows: DataFrame, epoch: int) -> None:
         self._output[epoch] = rows.collect()
-        running = run_of(self.query.runId) if self._watermark_ms is not None else None
-        if running is not None and self._watermark_ms is not None:
-            spark_query: Any = running.query
-            tracker = spark_query._jsq.streamingQuery().watermarkTracker()
-            tracker.setWatermark(max(self._watermark_ms, tracker.currentWatermark()))
+        if self._watermark_ms is not None and (running := run_of(self.query.runId)) is not None:
+            raise_watermark(running.query, self._watermark_ms)
             self._watermark_ms = None
 
     def _settle(self) -> list[Row]:
-        """What has come out when there is nothing more to do."""
+        """Wait until there is nothing more to do, and return what has come out."""
         self.query.processAllAvailable()
         new = sorted(epoch for epoch in self._output if epoch > self._past)
         self._past = max(new, default=self._past)
         return [row for epoch in new for row in self._output[epoch]]
+
+
+class _OneInput:
+    """The only input of a stream under test: files that rows are sent in, each of them one epoch."""
+
+    def __init__(self, spark: SparkSession, folder: Path, schema: Schema) -> None:
+        self._spark = spark
+        self._folder = folder
+        self._schema: StructType = spark.createDataFrame([], schema).schema
+        self._sent = 0
+        folder.mkdir()
+
+    def send(self, rows: Sent) -> None:
+        """Add a file, which Spark takes as one epoch."""
+        # Written aside and renamed, so that Spark never sees half a file; names tell the order.
+        new = self._folder.parent / f"{uuid.uuid4().hex}.parquet"
+        pq.write_table(self._table(rows), new)
+        new.rename(self._folder / f"{self._sent:08d}.parquet")
+        self._sent += 1
+
+    def passed_to(self, build: Callable[..., Stream]) -> Stream:
+        """Build the stream under test on the input."""
+        return build(stream(self._read()))
+
+    def _table(self, rows: Sent) -> pa.Table:
+        if isinstance(rows, Mapping):
+            raise UnsupportedError("The stream under test has one input without a name. Send a list of rows.")
+        return self._spark.createDataFrame(list(rows), self._schema).toArrow()
+
+    def _read(self) -> DataFrame:
+        reader = self._spark.readStream.schema(self._schema).option("maxFilesPerTrigger", 1)
+        return as_spark_made_it(reader.parquet(str(self._folder)))
+
+
+class _NamedInputs(_OneInput):
+    """Several inputs. A file has the rows of all of them, one column for each, so that they come in the same epoch."""
+
+    def __init__(self, spark: SparkSession, folder: Path, schemas: Mapping[str, Schema]) -> None:
+        if not schemas:
+            raise UnsupportedError("A stream under test needs an input: pass a schema, or schemas by name.")
+        fields = [StructField(name, spark.createDataFrame([], schema).schema) for name, schema in schemas.items()]
+        super().__init__(spark, folder, StructType(fields))
+
+    def passed_to(self, build: Callable[..., Stream]) -> Stream:
+        together = self._read()
+        parts = {name: together.where(F.col(f"`{name}`").isNotNull()) for name in self._schema.names}
+        return build(**{name: stream(part.select(f"`{name}`.*")) for name, part in parts.items()})
+
+    def _table(self, rows: Sent) -> pa.Table:
+        names = self._schema.names
+        if not isinstance(rows, Mapping) or not set(rows) <= set(names):
+            given = f"rows of {sorted(rows)}" if isinstance(rows, Mapping) else "rows of none in particular"
+            raise UnsupportedError(f"The inputs are {names}, and {given} were sent. Send {{{names[0]!r}: [row, …]}}.")
+        parts = []
+        for field in self._schema.fields:
+            kind: Any = field.dataType
+            part = self._spark.createDataFrame(list(rows.get(field.name, ())), kind).toArrow().combine_chunks()
+            parts.append(pa.table({field.name: part.to_struct_array()}))
+        kinds = to_arrow_schema(self._schema, timezone="UTC")
+        return pa.concat_tables(parts, promote_options="permissive").select(names).cast(kinds)

@@ -28,7 +28,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def bits(seed: int, stream: str, first: int, count: int) -> Bits:
-    """64 random bits for each of the numbers first .. first + count - 1: SplitMix64, entered at any point."""
+    """Draw 64 random bits for each of the numbers first .. first + count - 1: SplitMix64, entered at any point."""
     salt = _mix_one(seed ^ _mix_one(zlib.crc32(stream.encode())))
     with np.errstate(over="ignore"):
         state = np.arange(count, dtype=np.uint64)
@@ -43,7 +43,7 @@ def bits(seed: int, stream: str, first: int, count: int) -> Bits:
 
 
 def below(draws: Bits, bound: int) -> Integers:
-    """Each draw as an integer in 0 .. bound - 1, from its upper half. The bound is at most 2**31."""
+    """Turn each draw into an integer in 0 .. bound - 1, by its upper half. The bound is at most 2**31."""
     upper = draws >> np.uint64(32)
     upper *= np.uint64(bound)
     upper >>= np.uint64(32)
@@ -51,13 +51,13 @@ def below(draws: Bits, bound: int) -> Integers:
 
 
 def choices(draws: Bits, weights: tuple[int, ...]) -> Integers:
-    """Each draw as an index into the weights, as often as its weight says. Meant for few, small weights."""
+    """Turn each draw into an index into the weights, as often as its weight says. Meant for few, small weights."""
     lookup = np.repeat(np.arange(len(weights), dtype=np.int64), weights)
     return lookup[below(draws, len(lookup))]
 
 
 def ranks(seed: int, stream: str, first: int, count: int, *, size: int, skew: float) -> Integers:
-    """Ranks 0 .. size - 1; rank r is as likely as (r + 1) ** -skew, so all are alike when skew is 0."""
+    """Draw ranks 0 .. size - 1; rank r is as likely as (r + 1) ** -skew, so all are alike when skew is 0."""
     draws = bits(seed, stream, first, count)
     if skew == 0.0 or size == 1:
         return below(draws, size)
@@ -86,7 +86,7 @@ class AliasTable:
 
 @lru_cache(maxsize=8)
 def zipf_table(size: int, skew: float) -> AliasTable:
-    """Outcome r < EXACT_RANKS is rank r; outcome EXACT_RANKS, where there is one, is "a rank beyond"."""
+    """Make a table in which outcome r < EXACT_RANKS is rank r, and EXACT_RANKS, where there is one, a rank beyond."""
     exact = min(size, EXACT_RANKS)
     weights = np.arange(1, exact + 1, dtype=np.float64) ** -skew
     if size > exact:
@@ -115,7 +115,7 @@ def _alias_table(weights: npt.NDArray[np.float64]) -> AliasTable:
 
 
 def _tail_ranks(fractions: Bits, *, size: int, skew: float) -> Integers:
-    """Ranks EXACT_RANKS .. size - 1 by inverting the integral of x ** -skew; rank r covers r + 1/2 .. r + 3/2."""
+    """Draw ranks EXACT_RANKS .. size - 1: the integral of x ** -skew, inverted; rank r covers r + 1/2 .. r + 3/2."""
     unit = (fractions >> np.uint64(11)).astype(np.float64) * 2.0**-53
     low = _antiderivative(EXACT_RANKS + 0.5, skew)
     high = _antiderivative(size + 0.5, skew)
@@ -129,12 +129,12 @@ def _antiderivative(x: float, skew: float) -> float:
 
 
 def _is_harmonic(skew: float) -> bool:
-    """Whether skew is 1, or so close to it that dividing by the difference would lose the digits that matter."""
+    """Return whether skew is 1, or so close that dividing by the difference would lose the digits that matter."""
     return abs(skew - 1.0) < 1e-9
 
 
 def _mix_one(value: int) -> int:
-    """SplitMix64's output function on one Python integer."""
+    """Apply SplitMix64's output function to one Python integer."""
     state = (value + _GAMMA) & _MASK
     state = ((state ^ (state >> 30)) * _MIX_1) & _MASK
     state = ((state ^ (state >> 27)) * _MIX_2) & _MASK

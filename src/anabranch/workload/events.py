@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,6 @@ import pyarrow.compute as pc
 
 from anabranch.core.errors import SettingsError
 from anabranch.workload.draws import Bits, Integers, below, bits, choices, ranks
-from anabranch.workload.names import titles, users
 from anabranch.workload.schedule import Schedule
 
 #: The event time of event 0, unless a specification says otherwise: 2024-01-01T00:00:00Z.
@@ -43,11 +43,27 @@ _NEW = _TYPES.index("new")
 _NAMESPACES = (0, 14, 6, 4, 3, 2, 1, 10)
 _NAMESPACE_WEIGHTS = (58, 20, 5, 4, 4, 3, 3, 3)
 _BOT_WEIGHTS = (7, 3)
+#: Titles are a quality, a thing and a suffix; the names of users are a quality and a thing.
+_QUALITIES = (
+    "Amber Ancient Blue Broad Calm Clear Coastal Cold Copper Crooked Deep Distant Eastern Fallen Far Forgotten Golden "
+    "Great Green Grey Hidden High Hollow Inland Iron Little Lone Long Lost Lower Misty Narrow New Northern Old Open "
+    "Pale Quiet Red Royal Silent Silver Southern Stony Tall Upper Western White"
+)
+_THINGS = (
+    "Abbey Bay Bridge Brook Canal Castle Channel Chapel Cliff Creek Delta Falls Ferry Field Forest Garden Glacier "
+    "Harbour Heath Hill Island Lake Light Marsh Meadow Mill Moor Mountain Museum Oak Orchard Otter Park Pass Plain "
+    "Pond Quarry Railway Ridge River Road Station Stone Tower Valley Village Wharf Wood"
+)
+_SUFFIXES = (
+    *("", " (album)", " (film)", " (disambiguation)", " County", " District", " School", " Railway Company"),
+    *(" in 1914", " in 1968", " and its history", " Cup 2012", " (novel)", " Football Club", " Bridge", " Line"),
+)
+_ACCOUNTS_PER_NAME = 9
 _PAYLOAD_ALPHABET = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
 
 
 def check_limits(values: Mapping[str, float], label: Callable[[str], str] = str) -> None:
-    """Raise an error that names the first value outside of its limits; label gives the name that the user knows."""
+    """Refuse the first value outside of its limits, with an error that names it; label gives the user's name for it."""
     for name, value in values.items():
         low, high = LIMITS[name]
         # Written so that NaN, which compares with nothing, is refused too.
@@ -59,7 +75,7 @@ def check_limits(values: Mapping[str, float], label: Callable[[str], str] = str)
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """Which events there are. Two equal specifications give equal events."""
+    """A specification of events. Two equal specifications give equal events."""
 
     #: How many different server names there are: server-1 .. server-<keys>.
     keys: int = 100_000
@@ -83,7 +99,7 @@ class WorkloadSpec:
 
 
 def event_schema(spec: WorkloadSpec, columns: Sequence[str] | None = None) -> pa.Schema:
-    """The columns of the events: all of them, or those asked for, in that order."""
+    """Return the columns of the events: all of them, or those asked for, in that order."""
     full = pa.schema([(name, kind) for name, (kind, _) in _COLUMNS.items()])
     if spec.payload_bytes == 0:
         full = full.remove(full.get_field_index("payload"))
@@ -94,7 +110,7 @@ def event_schema(spec: WorkloadSpec, columns: Sequence[str] | None = None) -> pa
 
 
 def check_columns(columns: Sequence[str], known: Sequence[str], label: str = "columns") -> None:
-    """Raise an error unless the columns asked for are known, at least one, and none of them twice."""
+    """Refuse columns that are unknown or named twice, and a choice of none."""
     if not columns:
         raise SettingsError(f"{label} names no column. Choose from {', '.join(known)}, or leave it out.")
     for name in columns:
@@ -112,12 +128,12 @@ def check_columns(columns: Sequence[str], known: Sequence[str], label: str = "co
 
 
 def chunk_rows(spec: WorkloadSpec) -> int:
-    """How many events are made at a time: enough to work in columns, few enough to stay in the caches."""
+    """Return how many events are made at a time: enough to work in columns, few enough to stay in the caches."""
     return max(1, min(_CHUNK_ROWS_MAX, _CHUNK_BYTES // (_ROW_BYTES + spec.payload_bytes)))
 
 
 def generate(spec: WorkloadSpec, start: int, count: int, columns: Sequence[str] | None = None) -> pa.Table:
-    """Events start .. start + count - 1. Columns that are not asked for cost nothing."""
+    """Make events start .. start + count - 1. Columns that are not asked for cost nothing."""
     if start < 0 or count < 0:
         raise ValueError(f"There are no events {start} .. {start + count - 1}: events are numbered from 0 on.")
     schema = event_schema(spec, columns)
@@ -127,7 +143,7 @@ def generate(spec: WorkloadSpec, start: int, count: int, columns: Sequence[str] 
 def generate_batches(
     spec: WorkloadSpec, start: int, count: int, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Events start .. start + count - 1, one chunk at a time, so that memory stays bounded."""
+    """Make events start .. start + count - 1, one chunk at a time, so that memory stays bounded."""
     schema = event_schema(spec, columns)
     step = chunk_rows(spec)
     for first in range(start, start + count, step):
@@ -136,8 +152,22 @@ def generate_batches(
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+@lru_cache(maxsize=1)
+def _title_pool() -> pa.StringArray:
+    return pa.array([f"{q} {t}{s}" for q, t, s in product(_QUALITIES.split(), _THINGS.split(), _SUFFIXES)], pa.string())
+
+
+@lru_cache(maxsize=1)
+def _user_pool() -> tuple[pa.StringArray, int]:
+    """Return the names of people, then those of bots, and how many are people."""
+    names = [f"{q}{t}" for q, t in product(_QUALITIES.split(), _THINGS.split())]
+    people = [f"{name}{number}" for name in names for number in range(1, _ACCOUNTS_PER_NAME + 1)]
+    bots = [f"{name}Bot" for name in names[::10]]
+    return pa.array(people + bots, pa.string()), len(people)
+
+
 @lru_cache(maxsize=4)
-def _server_names(keys: int) -> pa.StringArray:
+def _server_pool(keys: int) -> pa.StringArray:
     return _named_servers(np.arange(keys, dtype=np.int64))
 
 
@@ -153,11 +183,11 @@ def _servers(spec: WorkloadSpec, first: int, count: int) -> pa.Array:
     chosen = ranks(spec.seed, "server_name", first, count, size=spec.keys, skew=spec.skew)
     if spec.keys > _CACHED_NAMES_MAX:
         return _named_servers(chosen)
-    return _server_names(spec.keys).take(pa.array(chosen))
+    return _server_pool(spec.keys).take(pa.array(chosen))
 
 
 def _titles(spec: WorkloadSpec, first: int, count: int) -> pa.Array:
-    pool = titles()
+    pool = _title_pool()
     return pool.take(pa.array(below(bits(spec.seed, "title", first, count), len(pool))))
 
 
@@ -170,8 +200,8 @@ def _bots(spec: WorkloadSpec, first: int, count: int) -> pa.Array:
 
 
 def _users(spec: WorkloadSpec, first: int, count: int) -> pa.Array:
-    """Bots have names of their own, and far fewer of them, as on Wikipedia."""
-    pool, people = users()
+    """Give bots names of their own, and far fewer of them than people, as on Wikipedia."""
+    pool, people = _user_pool()
     draws = bits(spec.seed, "user", first, count)
     person, bot = below(draws, people), below(draws, len(pool) - people)
     return pool.take(pa.array(np.where(_is_bot(spec, first, count) == 1, bot + people, person)))
@@ -190,26 +220,22 @@ def _namespaces(spec: WorkloadSpec, first: int, count: int) -> pa.Array:
     return pa.array(np.asarray(_NAMESPACES, dtype=np.int32)[numbers])
 
 
-def _old_lengths(spec: WorkloadSpec, first: int, count: int) -> Integers:
-    """Close to log-normal, around 1,500 bytes: a random power of two times a number in 64 .. 127; 0 for new pages."""
+def _lengths_before(spec: WorkloadSpec, first: int, count: int) -> pa.Array:
+    """Make lengths close to log-normal, around 1,500 bytes: a random power of two times 64 .. 127; new pages have 0."""
     draws = bits(spec.seed, "length_old", first, count)
     powers = np.bitwise_count(draws & np.uint64(0x1FF)).astype(np.uint64)
     lengths: Bits = ((draws >> np.uint64(58)) + np.uint64(64)) << powers
     lengths[_type_numbers(spec, first, count) == _NEW] = 0
-    return lengths.view(np.int64)
-
-
-def _lengths_before(spec: WorkloadSpec, first: int, count: int) -> pa.Array:
-    return pa.array(_old_lengths(spec, first, count))
+    return pa.array(lengths.view(np.int64))
 
 
 def _lengths_after(spec: WorkloadSpec, first: int, count: int) -> pa.Array:
-    """Most edits add a few bytes; one in four takes some away; a page cannot shrink below nothing."""
+    """Let most edits add a few bytes, and one in four take some away; a page cannot shrink below nothing."""
     draws = bits(spec.seed, "length_new", first, count)
     powers = np.bitwise_count(draws & np.uint64(0x7F)).astype(np.uint64)
     sizes = (((draws >> np.uint64(60)) + np.uint64(1)) << powers).view(np.int64)
     sizes[(draws >> np.uint64(32)) & np.uint64(3) == 0] *= -1
-    return pa.array(np.maximum(_old_lengths(spec, first, count) + sizes, 0))
+    return pa.array(np.maximum(_lengths_before(spec, first, count).to_numpy() + sizes, 0))
 
 
 def _timestamps(spec: WorkloadSpec, first: int, count: int) -> pa.Array:
@@ -220,7 +246,7 @@ def _timestamps(spec: WorkloadSpec, first: int, count: int) -> pa.Array:
 
 
 def _payloads(spec: WorkloadSpec, first: int, count: int) -> pa.Array:
-    """Letters that do not compress much and need no escaping anywhere."""
+    """Make texts that hardly compress, of letters that need no escaping anywhere."""
     words = -(-spec.payload_bytes // 8)
     draws = bits(spec.seed, "payload", first * words, count * words)
     letters = _PAYLOAD_ALPHABET[draws.view(np.uint8) & np.uint8(63)].reshape(count, words * 8)

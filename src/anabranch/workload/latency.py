@@ -39,7 +39,7 @@ class Latencies:
 
     @staticmethod
     def between(ingestion_time: pa.Array, processed_time: pa.Array | datetime) -> Latencies:
-        """From two columns of timestamps, or from one column and the moment at which all of it was processed."""
+        """Take two columns of timestamps, or one column and the moment at which all of it was processed."""
         arrived_us = _micros(ingestion_time)
         if isinstance(processed_time, datetime):
             done_us: Millis = np.asarray(round(processed_time.timestamp() * 1e6), dtype=np.int64)
@@ -57,7 +57,7 @@ def append_latencies(path: str | os.PathLike[str], latencies: Latencies) -> None
 
 
 def read_latencies(path: str | os.PathLike[str]) -> Latencies:
-    """The lines of a file, or of all ``.csv`` files of a directory."""
+    """Read the lines of a file, or of all ``.csv`` files of a directory."""
     target = Path(path)
     files = sorted(target.glob("*.csv")) if target.is_dir() else [target]
     if not files or not target.exists():
@@ -67,7 +67,7 @@ def read_latencies(path: str | os.PathLike[str]) -> Latencies:
 
 
 def summary(latencies: Latencies) -> dict[str, int]:
-    """Over all rows: their count, percentiles and maximum."""
+    """Return the count of all rows, their percentiles and maximum."""
     if not len(latencies.latency_ms):
         return {"count": 0}
     ordered = np.sort(latencies.latency_ms)
@@ -76,7 +76,7 @@ def summary(latencies: Latencies) -> dict[str, int]:
 
 
 def per_second(latencies: Latencies, by: Literal["ingestion", "processed"] = "ingestion") -> pa.Table:
-    """For each second that has rows: when it begins, how many rows, their percentiles and maximum.
+    """Return for each second that has rows: when it begins, how many rows, their percentiles and maximum.
 
     The second is that of the rows' arrival, or that in which they were processed.
     """
@@ -92,7 +92,7 @@ def per_second(latencies: Latencies, by: Literal["ingestion", "processed"] = "in
 
 
 def throughput(times_ms: Millis, *, first_s: int, last_s: int) -> Millis:
-    """Rows in each second from first_s to last_s; seconds without any count as 0."""
+    """Count the rows in each second from first_s to last_s."""
     return np.bincount(times_ms // 1000 - first_s, minlength=last_s - first_s + 1)
 
 
@@ -108,7 +108,7 @@ def _read_file(path: Path) -> pa.Table:
 
 
 def _nearest_rank(counts: npt.NDArray[np.int64], share: float) -> npt.NDArray[np.int64]:
-    """The position, among so many ordered values, of the smallest that at least this share does not exceed."""
+    """Return the position, among ordered values, of the smallest that at least this share does not exceed."""
     # Without the margin 0.95 * 20 is a hair above 19, and the rank one too high.
     ranks: npt.NDArray[np.int64] = np.ceil(counts * share - 1e-9).astype(np.int64) - 1
     return ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -17,7 +18,6 @@ from anabranch.workload.latency import Latencies, Millis, per_second, read_laten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 #: A moment to mark in a plot, in milliseconds since 1970, and what happened then.
 Event: TypeAlias = tuple[int, str]
@@ -37,14 +37,21 @@ _LETTER_INCHES = 0.074
 
 
 @dataclass(frozen=True)
-class Run:
-    """What is drawn in one column: a name, the rows of a run, moments to mark, and times to shade."""
+class DrawnRun:
+    """A run as it is drawn in one column: a name, the rows, moments to mark, and times to shade."""
 
     name: str
     latencies: Latencies
     events: Sequence[Event] = ()
     #: From and to, in milliseconds since 1970.
     spans: Sequence[tuple[int, int]] = ()
+
+
+def missing_library() -> str:
+    """Return what to install before a picture can be drawn; an empty text if nothing is missing."""
+    if find_spec("matplotlib") is not None:
+        return ""
+    return "Pictures need matplotlib, which is not installed. Install it with: pip install 'anabranch[plots]'."
 
 
 def plot_latency(
@@ -55,11 +62,13 @@ def plot_latency(
     title: str = "",
 ) -> None:
     """Draw latency and throughput over time, one above the other, with a mark at each event; as PNG or SVG."""
-    plot_runs([Run("", read_latencies(lines_path), events)], [picture_path], title=title)
+    plot_runs([DrawnRun("", read_latencies(lines_path), events)], [picture_path], title=title)
 
 
-def plot_runs(runs: Sequence[Run], picture_paths: Sequence[str | os.PathLike[str]], *, title: str = "") -> None:
+def plot_runs(runs: Sequence[DrawnRun], picture_paths: Sequence[str | os.PathLike[str]], *, title: str = "") -> None:
     """Draw runs side by side, on the same scales. The suffix of each path says whether it becomes a PNG or an SVG."""
+    if missing := missing_library():
+        raise AnabranchError(missing)
     # Matplotlib takes a second to import, and tasks that import this package never draw.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -78,17 +87,13 @@ def plot_runs(runs: Sequence[Run], picture_paths: Sequence[str | os.PathLike[str
     axes[1][0].set_ylabel("rows per second")
     for row in axes:
         row[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    _write(figure, picture_paths, title)
-
-
-def _write(figure: Figure, picture_paths: Sequence[str | os.PathLike[str]], title: str) -> None:
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     for path in picture_paths:
         figure.savefig(path)
 
 
-def _draw_run(upper: Axes, lower: Axes, run: Run, first_s: int, last_s: int, inches: float) -> None:
+def _draw_run(upper: Axes, lower: Axes, run: DrawnRun, first_s: int, last_s: int, inches: float) -> None:
     from matplotlib.ticker import MaxNLocator
 
     _draw_latency(upper, per_second(run.latencies), first_s)
@@ -121,7 +126,7 @@ def _draw_latency(axes: Axes, seconds: pa.Table, first_s: int) -> None:
 
 
 def _scale_latency(axes: Axes, runs: Sequence[pa.Table]) -> None:
-    """One scale for all runs; a linear one would flatten all but a standstill."""
+    """Give all runs one scale; a linear one would flatten all but a standstill."""
     from matplotlib.ticker import LogLocator
 
     medians, highs = (np.concatenate([run.column(name).to_numpy() for run in runs]) for name in ("p50_ms", "max_ms"))
@@ -144,7 +149,7 @@ def _draw_throughput(axes: Axes, latencies: Latencies, first_s: int, last_s: int
 
 
 def _mark_events(upper: Axes, lower: Axes, events: Sequence[Event], first_s: int, inches: float) -> int:
-    """A line through both panels, and the label above, one step higher where it would hit its neighbour; the steps."""
+    """Draw a line and a label for each event, a step higher where it would hit its neighbour; return the steps."""
     low, high = lower.get_xlim()
     ends = [-np.inf] * 3
     highest = 0
@@ -172,13 +177,13 @@ def _mark_events(upper: Axes, lower: Axes, events: Sequence[Event], first_s: int
 
 
 def _with_gaps(seconds: npt.NDArray[np.float64], *values: Millis) -> list[npt.NDArray[np.float64]]:
-    """The points of lines, broken where seconds without rows lie between, so that no line is drawn across."""
+    """Break lines where seconds without rows lie between, so that no line is drawn across."""
     breaks = np.flatnonzero(np.diff(seconds) > 1) + 1
     return [np.insert(column.astype(np.float64), breaks, np.nan) for column in (seconds, *values)]
 
 
 def _bounds(latencies: Latencies) -> tuple[int, int]:
-    """The first and last second of a run."""
+    """Return the first and the last second of a run."""
     if not len(latencies.ingestion_ms):
         raise AnabranchError("There is a header but no latency lines. Let the query process some rows first.")
     first_s = int(min(latencies.ingestion_ms.min(), latencies.processed_ms.min())) // 1000

@@ -25,7 +25,7 @@ class Schedule:
     rows_per_second: float
 
     def times_us(self, first: int, count: int) -> Integers:
-        """The arrival times of events first .. first + count - 1."""
+        """Return the arrival times of events first .. first + count - 1."""
         if self.rows_per_second == 0:
             return np.full(count, self.origin_us, dtype=np.int64)
         passed = np.arange(first - self.origin_row, first - self.origin_row + count, dtype=np.float64)
@@ -34,7 +34,7 @@ class Schedule:
         return np.floor(passed).astype(np.int64) + self.origin_us
 
     def due(self, now_us: int) -> int:
-        """The number of the first event that has not arrived by now. Only for schedules with a pace."""
+        """Return the number of the first event that has not arrived by now. Only for schedules with a pace."""
         if now_us < self.origin_us:
             return self.origin_row
         return self.origin_row + int((now_us - self.origin_us) * self.rows_per_second / _MICROS) + 1
@@ -42,13 +42,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Position:
-    """How far a stream has been read, and the schedule of the events just before that point.
+    """The number of the next event to read, and the schedule of the events just before it: a stream's offset.
 
-    It is what the stream's offsets hold. The schedule travels in them so that events that are read again, by another
-    process at another time, carry the arrival times that they had at first.
+    The schedule travels in the offsets so that events that are read again, by another process at another time, carry
+    the arrival times that they had at first.
     """
 
-    #: The number of the next event to read.
     row: int
     schedule: Schedule
 
@@ -58,14 +57,10 @@ class Position:
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Position:
         try:
-            return Position(
-                int(document["row"]),
-                Schedule(
-                    origin_row=int(document["origin_row"]),
-                    origin_us=int(document["origin_us"]),
-                    rows_per_second=float(document["rows_per_second"]),
-                ),
+            schedule = Schedule(
+                int(document["origin_row"]), int(document["origin_us"]), float(document["rows_per_second"])
             )
+            return Position(int(document["row"]), schedule)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{dict(document)} is not an offset of the anabranch.workload source. Start the query with the "
@@ -74,8 +69,8 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How fast a stream is meant to go: so many rows a second, or so many rows an epoch. One of the two is given."""
+class StreamPace:
+    """How fast a stream is meant to go: by rows a second, or by rows an epoch. One of the two is given."""
 
     rows_per_second: float | None = None
     rows_per_epoch: int | None = None
@@ -86,7 +81,7 @@ class Pace:
         return Position(0, Schedule(0, now_us, self.rows_per_second or 0.0))
 
     def next_position(self, start: Position, *, now_us: int, rows_max: int | None = None) -> Position:
-        """The end of the epoch that begins at start; start itself when there is nothing to read."""
+        """Return the end of the epoch that begins at start; start itself when there is nothing to read."""
         if self.rows_per_epoch is not None:
             schedule = Schedule(start.row, now_us, 0.0)
             end = start.row + self.rows_per_epoch
@@ -100,11 +95,13 @@ class Pace:
         return start if end <= start.row else Position(end, schedule)
 
     def _continued(self, start: Position, now_us: int) -> Schedule:
-        """The schedule of the events from start on. A new rate does not touch the events before, nor skip any time."""
+        """Return the schedule of the events from start on.
+
+        A new rate does not touch the events before it, nor skip any time.
+        """
         rate = self.rows_per_second or 0.0
         former = start.schedule
         if former.rows_per_second == rate:
             return former
-        if former.rows_per_second == 0:
-            return Schedule(start.row, now_us, rate)
-        return Schedule(start.row, int(former.times_us(start.row, 1)[0]), rate)
+        since_us = now_us if former.rows_per_second == 0 else int(former.times_us(start.row, 1)[0])
+        return Schedule(start.row, since_us, rate)

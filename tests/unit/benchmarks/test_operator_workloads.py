@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 from bench.__main__ import BENCHMARKS, main
 from bench.operators import sized
-from bench.processors import arrow_totals
 from bench.sources import Size
+from bench.user_code import arrow_totals
 from bench.workloads import FAMILIES, WORKLOADS, chosen
 from hypothesis import given
 from hypothesis import strategies as st

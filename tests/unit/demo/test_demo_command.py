@@ -9,7 +9,8 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from anabranch.core.errors import SettingsError
+from anabranch.core.errors import AnabranchError, SettingsError
+from anabranch.demo import session
 from anabranch.demo.command import demo
 from anabranch.demo.options import DemoOptions
 
@@ -138,6 +139,23 @@ def test_an_old_java_is_refused(app: typer.Typer, tmp_path: Path) -> None:
     done = invoke(app, tmp_path, [])
     assert done.exit_code == 1
     assert "is Java 11. Install it" in done.stderr
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_missing_matplotlib_is_said_once_with_the_command_that_installs_it(
+    app: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_installed: bool
+) -> None:
+    def open_spark(*_: object, **__: object) -> None:
+        raise AnabranchError("No Spark here.")
+
+    monkeypatch.setattr(session, "check_java", lambda: None)
+    monkeypatch.setattr(session, "open_spark", open_spark)
+    if not is_installed:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = invoke(app, tmp_path, [])
+    sentence = "Pictures need matplotlib, which is not installed. Install it with: pip install 'anabranch[plots]'."
+    assert done.stdout.splitlines().count(sentence) == (0 if is_installed else 1)
+    assert done.stderr == "anabranch demo: No Spark here.\n"
 
 
 def test_the_command_can_be_imported_without_spark() -> None:

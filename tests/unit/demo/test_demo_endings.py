@@ -1,19 +1,19 @@
 """When a run ends: once every row is through and no rescale is under way that will be done, or when its time is up."""
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from anabranch.demo.interrupts import StopRequest
-from anabranch.demo.meter import Snapshot
+from anabranch.demo.meter import RescaleFigures, RunFigures
 from anabranch.demo.options import DemoOptions
-from anabranch.demo.rescales import RescaleFigures
-from anabranch.demo.run import Ending, Middle, _watch
+from anabranch.demo.outcome import Ending
+from anabranch.demo.run import Middle, _watch
+from anabranch.demo.session import StopRequest
 
-UNDER_WAY = RescaleFigures(1, "4 workers", "migrating", "", 0, None, 3, *[0] * 7)
-DONE = dataclasses.replace(UNDER_WAY, state="done", ended_ms=5)
+UNDER_WAY = RescaleFigures(number=1, what="4 workers", state="migrating", asked_ms=0, ended_ms=None, first_epoch=3)
+DONE = msgspec.structs.replace(UNDER_WAY, state="done", ended_ms=5)
 
 
 class FakeMeter:
@@ -24,9 +24,9 @@ class FakeMeter:
         self._rows = rows
         self._rescale = rescale
 
-    def read(self) -> Snapshot:
+    def read(self) -> RunFigures:
         self.elapsed_s += 1
-        return Snapshot(self.elapsed_s, 3, None, self._rows, 0, 0.0, 0.0, {}, (), rescales=(self._rescale,))
+        return RunFigures(self.elapsed_s, 3, None, self._rows, 0, 0.0, 0.0, {}, (), rescales=(self._rescale,))
 
     def read_rescales(self) -> tuple[RescaleFigures, ...]:
         self.elapsed_s += 1

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from anabranch.demo.interrupts import StopRequest, children_without_interrupts, stop_on_signals
+from anabranch.demo.session import StopRequest, children_without_interrupts, stop_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.demo.meter import Snapshot
+from anabranch.demo.meter import RunFigures
 from anabranch.demo.options import DemoOptions
 from anabranch.demo.run import Middle
 
@@ -21,11 +21,11 @@ class FakeQuery:
         self.asked.append(wanted)
 
 
-def snapshot(elapsed_s: float, epochs: int = 0) -> Snapshot:
-    return Snapshot(elapsed_s, epochs, None, 0, 0, 0.0, 0.0, {}, ())
+def snapshot(elapsed_s: float, epochs: int = 0) -> RunFigures:
+    return RunFigures(elapsed_s, epochs, None, 0, 0, 0.0, 0.0, {}, ())
 
 
-def looks(options: DemoOptions, *snapshots: Snapshot, files: int | None = None) -> list[dict[str, Any]]:
+def looks(options: DemoOptions, *snapshots: RunFigures, files: int | None = None) -> list[dict[str, Any]]:
     """What is asked for after these looks."""
     query, middle = FakeQuery(), Middle(options, files)
     for each in snapshots:

@@ -1,14 +1,15 @@
 """The directory of results: nobody else's files are touched, and the lines of an epoch are written once."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from anabranch.core.errors import SettingsError
+from anabranch.demo.job import LatencySink
 from anabranch.demo.output import claim_output
-from anabranch.demo.sink import LatencySink
 from anabranch.workload.latency import Latencies, read_latencies
 
 START_MS = 1_700_000_000_000
@@ -79,6 +80,17 @@ def test_several_runs_leave_one_picture_with_each_rescale_marked(tmp_path: Path)
         assert drawn.count(f"<!-- {text} -->") == (2 if text in ("rescale: 4 workers", "done, 1.5 s") else 1)
     with claim_output(tmp_path):
         assert sorted(path.name for path in tmp_path.iterdir()) == [".anabranch-demo", "epochs"]
+
+
+def test_without_matplotlib_there_is_all_but_the_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with claim_output(tmp_path) as output:
+        part = output.part("lazy")
+        LatencySink(part.epochs).note(0, latencies(5, 6, 7))
+        written = part.write_results(SUMMARY, title="a title")
+        compared = output.write_comparison({"lazy": SUMMARY}, title="both")
+    assert [path.name for path in written] == ["latency.csv", "summary.json"]
+    assert [path.name for path in compared] == ["summary.json"]
 
 
 def test_two_demonstrations_do_not_write_to_one_directory(tmp_path: Path) -> None:

@@ -4,9 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.demo.meter import EpochFigures
-from anabranch.demo.phases import output_times, phases
-from anabranch.demo.rescales import RescaleFigures
+from anabranch.demo.meter import EpochFigures, RescaleFigures
+from anabranch.demo.outcome import output_times, phases
 from anabranch.workload.latency import Latencies
 
 START_MS = 1_700_000_000_000
@@ -15,11 +14,14 @@ END_MS = START_MS + 40_000
 
 def rescale_of(asked_ms: int, ended_ms: int | None) -> RescaleFigures:
     return RescaleFigures(
-        number=1, what="4 workers", state="migrating" if ended_ms is None else "done", message="",
-        asked_ms=START_MS + asked_ms, ended_ms=None if ended_ms is None else START_MS + ended_ms,
-        first_epoch=7, groups_moving=512, groups_pending=0, rows_fetched=0, rows_drained=0, bytes_fetched=0,
-        bytes_drained=0, change_ms=0,
-    )  # fmt: skip
+        number=1,
+        what="4 workers",
+        state="migrating" if ended_ms is None else "done",
+        asked_ms=START_MS + asked_ms,
+        ended_ms=None if ended_ms is None else START_MS + ended_ms,
+        first_epoch=7,
+        groups_moving=512,
+    )
 
 
 def run_of(ends_ms: list[int]) -> tuple[Latencies, list[EpochFigures]]:

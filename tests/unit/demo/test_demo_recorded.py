@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.core.errors import SettingsError
-from anabranch.demo.recorded import find_recorded
+from anabranch.demo.options import find_recorded
 from anabranch.workload import WorkloadSpec, write_files
 
 

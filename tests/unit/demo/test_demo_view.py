@@ -10,12 +10,11 @@ import pytest
 from rich.console import Console
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.demo.meter import Meter, Snapshot, WorkerFigures
+from anabranch.demo.job import LatencySink
+from anabranch.demo.meter import Meter, RunFigures, WorkerFigures
 from anabranch.demo.options import DemoOptions
-from anabranch.demo.panels import latency_lines, size_text, workers_table
-from anabranch.demo.report import compare_table, rescale_report, summary_table
-from anabranch.demo.sink import LatencySink
-from anabranch.demo.view import PlainView, open_view, plain_line, render
+from anabranch.demo.presentation import compare_table, rescale_report, summary_table
+from anabranch.demo.view import PlainView, latency_lines, open_view, plain_line, render, size_text, workers_table
 from anabranch.workload.latency import Latencies
 
 START_S = datetime(2024, 1, 1, tzinfo=UTC).timestamp()
@@ -88,7 +87,9 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def worker_of(key_groups: int = 1024, pending: int = 0) -> WorkerFigures:
-    return WorkerFigures("worker-1", key_groups, pending, frozen_groups=0, keys=7, rows=97, bytes=5000)
+    return WorkerFigures(
+        worker="worker-1", key_groups=key_groups, pending_groups=pending, frozen_groups=0, keys=7, rows=97, bytes=5000
+    )
 
 
 def text_of(renderable: Any) -> str:
@@ -163,20 +164,20 @@ def test_a_rescale_is_followed_from_when_it_was_asked_for_to_its_end(bench: Benc
     bench.now_s, first.seconds, first.state, first.pending = 14, 2.5, "done", 0
     snapshot = bench.meter.read()
     done, _ = snapshot.rescales
-    assert (done.asked_ms, done.ended_ms, done.is_done) == (waiting.asked_ms, START_S * 1000 + 12_250, True)
+    assert (done.asked_ms, done.ended_ms, done.state) == (waiting.asked_ms, START_S * 1000 + 12_250, "done")
     assert (done.seconds(snapshot.now_ms), done.groups_moving, done.rows_drained) == (2.5, 512, 3456)
     assert snapshot.elapsed_at_s(done.asked_ms) == pytest.approx(9.75)
     assert snapshot.is_rescaling
 
 
 @pytest.fixture
-def snapshot(bench: Bench) -> Snapshot:
+def snapshot(bench: Bench) -> RunFigures:
     for epoch in range(3):
         bench.run_epoch(epoch, rows=2000, kept=1500, latency_ms=1234)
     return bench.meter.read()
 
 
-def test_the_live_view_shows_stages_epoch_latency_and_workers(snapshot: Snapshot) -> None:
+def test_the_live_view_shows_stages_epoch_latency_and_workers(snapshot: RunFigures) -> None:
     lines = [" ".join(line.split()) for line in text_of(render(snapshot, DemoOptions(), "a note")).splitlines()]
     assert "0 source 2,000 6,000" in lines
     assert "3 count 1,500 4,500" in lines

@@ -1,5 +1,6 @@
 """Latency lines: written, read back, summed up and drawn."""
 
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -138,6 +139,15 @@ def test_drawing_leaves_the_callers_matplotlib_alone(tmp_path: Path) -> None:
     append_latencies(tmp_path / "lines.csv", latencies_of((START_MS, 5)))
     plot_latency(tmp_path / "lines.csv", tmp_path / "plot.png")
     assert plt.get_fignums() == []
+
+
+def test_without_matplotlib_a_picture_is_refused_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    append_latencies(tmp_path / "lines.csv", latencies_of((START_MS, 5)))
+    with pytest.raises(AnabranchError, match=r"Install it with: pip install 'anabranch\[plots\]'\.$"):
+        plot_latency(tmp_path / "lines.csv", tmp_path / "plot.png")
 
 
 def test_a_header_alone_cannot_be_drawn(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ import pytest
 from anabranch.core.errors import SettingsError
 from anabranch.workload import WorkloadSpec
 from anabranch.workload.events import DEFAULT_SCHEDULE
-from anabranch.workload.options import SourceOptions
-from anabranch.workload.schedule import Pace, Schedule
+from anabranch.workload.schedule import Schedule, StreamPace
+from anabranch.workload.source import SourceOptions
 
 
 def test_options_are_understood_whatever_their_case() -> None:
@@ -15,7 +15,7 @@ def test_options_are_understood_whatever_their_case() -> None:
         | {"disorderMs": "8", "rows": "100", "partitions": "5", "maxRowsPerEpoch": "50"}
     )
     assert options.spec == WorkloadSpec(keys=7, ids=3, skew=1.0, seed=4, payload_bytes=6, disorder_ms=8)
-    assert options.pace == Pace(rows_per_second=2.5, rows=100)
+    assert options.pace == StreamPace(rows_per_second=2.5, rows=100)
     assert (options.partitions, options.max_rows_per_epoch) == (5, 50)
     assert options.columns[0] == "id"
     assert options.columns[-2:] == ("payload", "ingestion_time")
@@ -23,7 +23,7 @@ def test_options_are_understood_whatever_their_case() -> None:
 
 def test_without_options_it_is_a_row_a_second() -> None:
     options = SourceOptions.parse({})
-    assert options.pace == Pace(rows_per_second=1.0)
+    assert options.pace == StreamPace(rows_per_second=1.0)
     assert options.spec == WorkloadSpec()
     assert options.partitions == 2
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch.core.errors import CheckpointError
-from anabranch.workload.schedule import Pace, Position, Schedule
+from anabranch.workload.schedule import Position, Schedule, StreamPace
 
 START_US = 1_700_000_000_000_000
 SECOND_US = 1_000_000
@@ -30,14 +30,14 @@ def test_a_row_is_due_when_its_arrival_time_has_come_and_not_before(
 
 
 def test_the_first_row_arrives_with_the_start() -> None:
-    schedule = Pace(rows_per_second=10).beginning(START_US).schedule
+    schedule = StreamPace(rows_per_second=10).beginning(START_US).schedule
     assert schedule.due(START_US) == 1
     assert schedule.due(START_US - 1) == 0
     np.testing.assert_array_equal(schedule.times_us(0, 3), START_US + np.array([0, 100_000, 200_000]))
 
 
 def test_epochs_take_exactly_their_rows_until_the_end() -> None:
-    pace = Pace(rows_per_epoch=400, rows=1000)
+    pace = StreamPace(rows_per_epoch=400, rows=1000)
     position = pace.beginning(START_US)
     ends = []
     for epoch in range(5):
@@ -47,7 +47,7 @@ def test_epochs_take_exactly_their_rows_until_the_end() -> None:
 
 
 def test_rows_of_an_epoch_arrive_when_it_begins() -> None:
-    pace = Pace(rows_per_epoch=3)
+    pace = StreamPace(rows_per_epoch=3)
     first = pace.next_position(pace.beginning(START_US), now_us=START_US + 5)
     second = pace.next_position(first, now_us=START_US + 9)
     assert first.schedule.times_us(0, 3).tolist() == [START_US + 5] * 3
@@ -55,7 +55,7 @@ def test_rows_of_an_epoch_arrive_when_it_begins() -> None:
 
 
 def test_nothing_new_is_the_position_itself() -> None:
-    pace = Pace(rows_per_second=1, rows=1)
+    pace = StreamPace(rows_per_second=1, rows=1)
     start = pace.beginning(START_US)
     end = pace.next_position(start, now_us=START_US)
     assert end.row == 1
@@ -64,7 +64,7 @@ def test_nothing_new_is_the_position_itself() -> None:
 
 
 def test_a_stream_that_paused_catches_up_within_its_bound() -> None:
-    pace = Pace(rows_per_second=100)
+    pace = StreamPace(rows_per_second=100)
     position = pace.next_position(pace.beginning(START_US), now_us=START_US)
     now_us = START_US + 60 * SECOND_US
     sizes = []
@@ -80,16 +80,16 @@ def test_a_stream_that_paused_catches_up_within_its_bound() -> None:
 def test_a_new_rate_changes_no_time_of_the_past_and_skips_none(rate: float, other: float, rows: int) -> None:
     before = Position(rows, Schedule(0, START_US, rate))
     boundary_us = int(before.schedule.times_us(rows, 1)[0])
-    after = Pace(rows_per_second=other).next_position(before, now_us=boundary_us + 10**9)
+    after = StreamPace(rows_per_second=other).next_position(before, now_us=boundary_us + 10**9)
     assert after.row > rows
     assert after.schedule.times_us(rows, 1)[0] == boundary_us
 
 
 def test_a_stream_by_the_epoch_may_go_on_with_a_rate() -> None:
-    by_epoch = Pace(rows_per_epoch=10)
+    by_epoch = StreamPace(rows_per_epoch=10)
     position = by_epoch.next_position(by_epoch.beginning(START_US), now_us=START_US)
     later_us = START_US + 3600 * SECOND_US
-    following = Pace(rows_per_second=5).next_position(position, now_us=later_us)
+    following = StreamPace(rows_per_second=5).next_position(position, now_us=later_us)
     assert following == Position(11, Schedule(10, later_us, 5.0))
 
 

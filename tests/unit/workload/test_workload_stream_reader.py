@@ -11,8 +11,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from anabranch.core.errors import SettingsError
 from anabranch.workload import generate
-from anabranch.workload.options import SourceOptions
-from anabranch.workload.source import StreamReader
+from anabranch.workload.source import SourceOptions, StreamReader
 
 START_US = 1_700_000_000_000_000
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from pyspark.sql import DataFrame
+from pyspark.sql.classic.dataframe import DataFrame as ClassicDataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
 from anabranch.core.errors import EpochError
@@ -118,3 +120,16 @@ class SparkStream:
         if not self._attached.wait(_ATTACH_TIMEOUT_S):
             raise EpochError("Spark did not hand over the query's handle. Start the query again.")
         return self._query
+
+
+def raise_watermark(query: StreamingQuery, to_ms: int) -> None:
+    """Let Spark's watermark be at least here from the next epoch that Spark plans."""
+    spark_query: Any = query
+    tracker = spark_query._jsq.streamingQuery().watermarkTracker()
+    tracker.setWatermark(max(to_ms, tracker.currentWatermark()))
+
+
+def as_spark_made_it(rows: DataFrame) -> DataFrame:
+    """Return a DataFrame of Spark's own kind; a session that has been enabled reads streams of another kind."""
+    classic: Any = rows
+    return ClassicDataFrame(classic._jdf, rows.sparkSession)

@@ -53,7 +53,7 @@ class PandasTotals(RowTotals):
 
 
 class FadingRowTotals(RowTotals):
-    """State with a time to live."""
+    """The same with a time to live."""
 
     ttl_ms = _TTL_MS
 
@@ -117,7 +117,7 @@ class PandasSessions(RowSessions):
 
 
 def arrow_totals(keys: pa.Table, rows: pa.Table, state: pa.Table) -> tuple[pa.Table, pa.Table]:
-    """Counts and sums of all keys of a partition at once, for processInArrow."""
+    """Count and sum the rows of all keys of a partition at once, for processInArrow."""
     of_key = rows.column("_key").to_numpy()
     counts = np.bincount(of_key, minlength=len(keys))
     totals = np.bincount(of_key, rows.column("amount").to_numpy(), len(keys)).astype(np.int64)
