@@ -19,7 +19,7 @@ MAY_USE_FLIGHT = {"wire", "worker"}
 #: The only room, from the package, for what PySpark does not promise to keep: its JVM, and what it keeps to itself.
 SPARK_ROOM = Path("engine/spark")
 #: Packages that another change moves there.
-NOT_CHECKED = {"operators", "plan", "testing"}
+NOT_CHECKED = {"operators", "plan"}
 #: Attributes by which PySpark's objects hold on to their twins in the JVM, or that lead there.
 SPARK_PRIVATE = {"_jvm", "_jsc", "_jdf", "_jsq", "_jgd", "_jc", "_jwrite", "_jsparkSession", "_gateway", "_sc"}
 

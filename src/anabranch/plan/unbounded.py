@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from anabranch.engine.segments import Operation, Segment
-from anabranch.engine.spark.query import as_spark_made_it
+from anabranch.engine.spark import frames
 from anabranch.operators.join.catalyst import check_streaming
 from anabranch.operators.join.stage import JoinStage
 
@@ -46,7 +46,7 @@ def _given_out(segment: Segment) -> DataFrame:
     assert rows is not None
     if isinstance(segment.stage, JoinStage):
         return rows  # streaming itself, and known by the columns that the user may have taken from either side
-    plain = as_spark_made_it(rows.sparkSession.readStream.format("rate").load())
+    plain = frames.plain(rows.sparkSession.readStream.format("rate").load())
     return plain.select(
         *[F.lit(None).cast(field.dataType).alias(field.name, metadata=field.metadata) for field in rows.schema]
     )

@@ -25,7 +25,8 @@ from anabranch.api.query import StreamQuery
 from anabranch.api.running import run_of
 from anabranch.api.stream import Stream, stream
 from anabranch.core.errors import AnabranchError, UnsupportedError
-from anabranch.engine.spark.query import as_spark_made_it, raise_watermark
+from anabranch.engine.spark.frames import plain
+from anabranch.engine.spark.query import raise_watermark
 from anabranch.testing.steps import Clock, KillWorker, Rescale, Restart, Rows, Step, Watermark, milliseconds
 
 Schema = StructType | str
@@ -220,7 +221,7 @@ class _OneInput:
 
     def _read(self) -> DataFrame:
         reader = self._spark.readStream.schema(self._schema).option("maxFilesPerTrigger", 1)
-        return as_spark_made_it(reader.parquet(str(self._folder)))
+        return plain(reader.parquet(str(self._folder)))
 
 
 class _NamedInputs(_OneInput):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from pyspark.sql import DataFrame
-from pyspark.sql.classic.dataframe import DataFrame as ClassicDataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
 from anabranch.core.errors import EpochError
@@ -127,9 +125,3 @@ def raise_watermark(query: StreamingQuery, to_ms: int) -> None:
     spark_query: Any = query
     tracker = spark_query._jsq.streamingQuery().watermarkTracker()
     tracker.setWatermark(max(to_ms, tracker.currentWatermark()))
-
-
-def as_spark_made_it(rows: DataFrame) -> DataFrame:
-    """Return a DataFrame of Spark's own kind; a session that has been enabled reads streams of another kind."""
-    classic: Any = rows
-    return ClassicDataFrame(classic._jdf, rows.sparkSession)
