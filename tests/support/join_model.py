@@ -14,7 +14,7 @@ from anabranch.core.ids import StageNumber
 from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, StageSpec, VariableKind, VariableSpec
 from anabranch.engine.tasks import TaskEpoch
-from anabranch.operators.join.predicate import LEFT, RIGHT, Call, Operand, Place
+from anabranch.operators.join.predicate import LEFT, RIGHT, ColumnPlace, FunctionCall, Operand
 from anabranch.operators.join.sides import VARIABLES, Eviction, JoinType, RowTime, Side
 from anabranch.operators.join.task import JoinTask
 from anabranch.wire.routed import Answers
@@ -157,9 +157,9 @@ def _task(case: Case) -> JoinTask:
     for side, name in enumerate(VARIABLES):
         outer = case.how.keeps_unmatched(side)
         offset_ms = case.offsets_ms[side]
-        time = RowTime(Place(False, 0), "")
+        time = RowTime(ColumnPlace(False, 0), "")
         eviction = None if offset_ms is None else Eviction(time, offset_ms, harmful=True)
-        columns = (Place(True, 0), Place(False, 0), Place(False, 1))
+        columns = (ColumnPlace(True, 0), ColumnPlace(False, 0), ColumnPlace(False, 1))
         sides.append(Side(columns, (0, 1), 2 if outer else None, outer, time, eviction))
         schema = pa.schema([*values, pa.field("matched", pa.bool_())] if outer else values)
         variables.append(VariableSpec(name, VariableKind.LIST, schema))
@@ -167,7 +167,9 @@ def _task(case: Case) -> JoinTask:
     output = [pa.field("lk", pa.string()), pa.field("lt", TIME), pa.field("lv", pa.int64())]
     if case.how is not JoinType.LEFT_SEMI:
         output += [pa.field("rk", pa.string()), pa.field("rt", TIME), pa.field("rv", pa.int64())]
-    condition = Call("less_equal", (Operand(LEFT, Place(False, 1)), Operand(RIGHT, Place(False, 1))))
+    condition = FunctionCall(
+        "less_equal", (Operand(LEFT, ColumnPlace(False, 1)), Operand(RIGHT, ColumnPlace(False, 1)))
+    )
     spec = StageSpec(StageNumber(1), "join", key, tuple(variables))
     return JoinTask(spec, case.how, (sides[LEFT], sides[RIGHT]), condition, pa.schema(output))
 

@@ -14,7 +14,10 @@ from pyspark.sql.types import StructType
 from anabranch.core.ids import StageNumber
 from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, OP, Op, StageSpec, VariableKind
-from anabranch.operators.process import FrameSettings, Program, TimeMode, declare_state, run_frames, run_rows
+from anabranch.operators.process.declare import declare_state
+from anabranch.operators.process.frames import run_frames
+from anabranch.operators.process.program import FrameSettings, Program, TimeMode
+from anabranch.operators.process.rows import run_rows
 from anabranch.wire.routed import Answers
 
 Key = tuple[Any, ...]

@@ -25,9 +25,7 @@ from anabranch.api.query import StreamQuery
 from anabranch.api.stream import SORTING_METHODS, STATELESS_METHODS, Stream
 from anabranch.api.writer import StreamWriter
 from anabranch.operators.process.handles import LocalHandle
-from anabranch.operators.process.list_state import LocalListState
-from anabranch.operators.process.map_state import LocalMapState
-from anabranch.operators.process.value_state import LocalValueState
+from anabranch.operators.process.state_variables import LocalListState, LocalMapState, LocalValueState
 
 PAGE = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
 STATUSES = {"supported", "differs", "not supported"}

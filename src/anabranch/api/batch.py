@@ -20,7 +20,7 @@ from anabranch.engine.segments import Operation
 from anabranch.engine.spark.python_daemon import use_own_daemon
 from anabranch.engine.stages import StatefulStage
 from anabranch.operators.process.stage import ProcessStage
-from anabranch.operators.vectorised.stage import VectorisedStage
+from anabranch.operators.vectorised import VectorisedStage
 from anabranch.plan.pipeline import Pipeline
 
 if TYPE_CHECKING:

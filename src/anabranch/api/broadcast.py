@@ -14,7 +14,7 @@ from anabranch.core.errors import UnsupportedError
 from anabranch.engine.segments import TableArgument
 from anabranch.engine.stages import table_stage
 from anabranch.operators.keys import nullable_field
-from anabranch.operators.tables.build import TableSource, build_tables, check_source
+from anabranch.operators.tables import TableSource, build_tables, check_source
 
 if TYPE_CHECKING:
     from anabranch.api.stream import Stream

@@ -11,14 +11,12 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 from pyspark.sql.types import NumericType, StructType
 
 from anabranch.core.errors import UnsupportedError
+from anabranch.engine.spark.expressions import sql_of
 from anabranch.engine.stages import StatefulStage
 from anabranch.operators.aggregate.build import build_aggregate
-from anabranch.operators.aggregate.catalyst import sql_of
-from anabranch.operators.groupstate.build import build_group_state
-from anabranch.operators.process.build import build_process
-from anabranch.operators.session.build import build_session, session_key
-from anabranch.operators.vectorised.stage import build_vectorised
-from anabranch.operators.vectorised.task import Process
+from anabranch.operators.process.build import build_group_state, build_process
+from anabranch.operators.session import build_session, session_key
+from anabranch.operators.vectorised import Process, build_vectorised
 from anabranch.plan.pipeline import Pipeline
 from anabranch.plan.validation import bound_columns_explained, check_aggregation_input, check_time_mode
 

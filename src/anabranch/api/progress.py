@@ -13,7 +13,7 @@ from anabranch.engine.stages import StatefulStage
 from anabranch.operators.process.stage import ProcessStage
 from anabranch.operators.process.timers import TIMERS
 from anabranch.operators.process.variable import has_expiry
-from anabranch.plan.operators import operator_name
+from anabranch.plan.explain import operator_name
 
 _KIND_METRICS = {
     VariableKind.VALUE: "numValueState",

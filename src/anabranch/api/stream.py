@@ -16,9 +16,9 @@ from anabranch.api.broadcast import BroadcastTable, table_argument, with_broadca
 from anabranch.api.grouped import GroupedStream
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.segments import Operation
+from anabranch.engine.spark.expressions import sql_of
 from anabranch.engine.spark.python_daemon import use_own_python
-from anabranch.operators.aggregate.catalyst import sql_of
-from anabranch.operators.dedup.build import build_dedup
+from anabranch.operators.dedup import build_dedup
 from anabranch.operators.join.build import build_join
 from anabranch.plan.explain import explain_logical
 from anabranch.plan.pipeline import Pipeline

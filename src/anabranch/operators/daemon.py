@@ -14,12 +14,12 @@ import pyspark.worker  # noqa: F401
 from pyspark.daemon import manager
 
 import anabranch.operators.aggregate.stage
-import anabranch.operators.dedup.stage
-import anabranch.operators.groupstate.run
+import anabranch.operators.dedup
 import anabranch.operators.join.task
+import anabranch.operators.process.groupstate
 import anabranch.operators.process.stage
-import anabranch.operators.session.stage
-import anabranch.operators.vectorised.stage  # noqa: F401
+import anabranch.operators.session
+import anabranch.operators.vectorised  # noqa: F401
 
 if __name__ == "__main__":
     # Shared by all children: what is here is never garbage, and must not be copied by a look for it.

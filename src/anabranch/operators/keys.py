@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
 
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
@@ -27,34 +26,37 @@ from pyspark.sql.types import (
 )
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import GROUP, HASH, INDEX, OP, POSITION
 
-#: Spark's mark of a column with a watermark, in the field's metadata.
-WATERMARK = "spark.watermarkDelayMs"
 #: Columns of rows of state that are not the user's.
 RESERVED = frozenset({HASH, GROUP, OP, POSITION, INDEX})
 _KEY_TYPES = (NumericType, StringType, BinaryType, BooleanType, DateType, TimestampType, TimestampNTZType)
 
 
-class StageName(Protocol):
-    """Number, name and parallelism that the user gave to the stage."""
-
-    @property
-    def number(self) -> StageNumber: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def parallelism(self) -> int | None: ...
-
-
 def key_name(i: int) -> str:
-    """The name of a key column inside Spark's plan, where the user's own names may be taken."""
+    """Returns the name of a key column inside Spark's plan, where the user's own names may be taken."""
     return f"_key{i}"
 
 
+def key_names(count: int) -> list[str]:
+    """Returns the names of so many key columns."""
+    return [key_name(i) for i in range(count)]
+
+
+def unique_names(names: Sequence[str], taken: Collection[str]) -> list[str]:
+    """Returns the names with numbers behind those that are taken, or come a second time."""
+    found: list[str] = []
+    for name in names:
+        candidate, number = name, 1
+        while candidate in taken or candidate in found:
+            number += 1
+            candidate = f"{name}.{number}"
+        found.append(candidate)
+    return found
+
+
 def check_key_fields(fields: Sequence[StructField]) -> None:
-    """Refuse keys whose equality is not that of their bytes."""
+    """Refuses keys whose equality is not that of their bytes."""
     for field in fields:
         _check(field.name, field.dataType)
         if field.name in RESERVED:
@@ -83,27 +85,27 @@ def _check(name: str, kind: DataType) -> None:
         )
 
 
-def normalised(column: Column, field: StructField) -> Column:
-    """Spark takes 0.0 and -0.0 for one key, and all NaN for one."""
-    if not isinstance(field.dataType, DoubleType | FloatType):
+def normalised(column: Column, kind: DataType) -> Column:
+    """Returns a key column with one form of each number: Spark takes 0.0 and -0.0 for one key, and all NaN for one."""
+    if not isinstance(kind, DoubleType | FloatType):
         return column
-    zero, nan = F.lit(0.0).cast(field.dataType), F.lit(float("nan")).cast(field.dataType)
+    zero, nan = F.lit(0.0).cast(kind), F.lit(float("nan")).cast(kind)
     return F.when(column == 0, zero).when(F.isnan(column), nan).otherwise(column)
 
 
 def with_keys(rows: DataFrame, columns: Sequence[Column], fields: Sequence[StructField]) -> DataFrame:
-    """The rows with their key in front, under the names of key columns."""
-    keys = [normalised(c, f).alias(key_name(i)) for i, (c, f) in enumerate(zip(columns, fields, strict=True))]
+    """Returns the rows with their key in front, under the names of key columns."""
+    keys = [normalised(c, f.dataType).alias(key_name(i)) for i, (c, f) in enumerate(zip(columns, fields, strict=True))]
     return rows.select(*keys, "*")
 
 
 def arrow_schema(fields: Sequence[StructField]) -> pa.Schema:
-    """Spark fields as an Arrow schema, as state and change files carry them: everything nullable, times in UTC."""
+    """Makes an Arrow schema of fields, as state and change files carry them: everything nullable, times in UTC."""
     return to_arrow_schema(StructType([nullable_field(f) for f in fields]), timezone="UTC").remove_metadata()
 
 
 def nullable_field(field: StructField) -> StructField:
-    """The field with nulls allowed at every depth: what is never null in one epoch's plan may be in another's."""
+    """Allows nulls at every depth of a field: what is never null in one epoch's plan may be in another's."""
     return StructField(field.name, _nullable(field.dataType), True)
 
 

@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from anabranch.core.routes import Route
+from anabranch.engine.stages import StatefulStage
+from anabranch.operators.aggregate.stage import AggregateStage
+from anabranch.operators.dedup import DedupStage
+from anabranch.operators.join.stage import JoinStage
+from anabranch.operators.process.frames import run_frames
+from anabranch.operators.process.groupstate import run_groups
+from anabranch.operators.process.stage import ProcessStage
+from anabranch.operators.session import SessionStage
 from anabranch.plan.pipeline import Pipeline
 
 
@@ -60,3 +68,21 @@ def explain_routes(route: Route | None, addresses: Sequence[tuple[str, str]]) ->
     for worker, address in addresses:
         lines.append(f"  {worker} at {address}: {len(route.groups_of(worker))} key groups")  # type: ignore[arg-type]
     return lines
+
+
+def operator_name(stage: StatefulStage) -> str:
+    """Spark's name of the operator; that of the stage if Spark has no such operator."""
+    match stage:
+        case AggregateStage():
+            return "stateStoreSave"
+        case SessionStage():
+            return "sessionWindowStateStoreSaveExec"
+        case DedupStage():
+            return "dedupe" if stage.task.delay_ms is None else "dedupeWithinWatermark"
+        case JoinStage():
+            return "symmetricHashJoin"
+        case ProcessStage():
+            if stage.run is run_groups:
+                return "applyInPandasWithState"
+            return "transformWithStateInPandasExec" if stage.run is run_frames else "transformWithStateInPySparkExec"
+    return stage.spec.name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql.types import StructType
@@ -12,10 +11,8 @@ from pyspark.sql.types import StructType
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber
 from anabranch.engine.segments import Operation, Segment
+from anabranch.engine.spark.expressions import tracks_watermark
 from anabranch.engine.stages import StatefulStage, table_stage
-
-#: The node of Spark's plans that tracks a watermark.
-_WATERMARK = "EventTimeWatermark"
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class LogicalStage:
     state_number: StageNumber | None = None
 
     def moved(self, by: int) -> LogicalStage:
-        """The same after so many other stages."""
+        """Returns the same, to stand after so many other stages."""
         number = StageNumber(self.number + by)
         name = f"stage{number}" if self.name == f"stage{self.number}" else self.name
         return replace(self, number=number, name=name, follows=tuple(StageNumber(n + by) for n in self.follows))
@@ -67,10 +64,10 @@ class Pipeline:
     def has_watermark(self) -> bool:
         """Whether Spark tracks a watermark: on any of the sources, and whether or not its column is still there."""
         read = [each for segment in self.segments for each in segment.inputs if not isinstance(each, int)]
-        return any(_tracks_watermark(rows._jdf.queryExecution().analyzed()) for rows in read or [self.source])
+        return any(tracks_watermark(rows) for rows in read or [self.source])
 
     def with_operation(self, operation: Operation) -> Pipeline:
-        """Append a stateless operation: applied at once before the first stateful stage, recorded after it."""
+        """Appends a stateless operation: applied at once before the first stateful stage, recorded after it."""
         if not self.segments:
             return replace(self, source=operation.apply(self.source))
         *earlier, last = self.segments
@@ -78,7 +75,7 @@ class Pipeline:
         return replace(self, segments=(*earlier, last))
 
     def with_stage(self, text: str) -> Pipeline:
-        """Number an operation: it joins a stage that `.stage(...)` has opened, or is a stage of its own."""
+        """Numbers an operation: it joins a stage that `.stage(...)` has opened, or is a stage of its own."""
         last = self.stages[-1]
         if last.opened:
             joined = replace(last, operations=(*last.operations, text))
@@ -105,7 +102,7 @@ class Pipeline:
         *,
         arriving: StructType | None = None,
     ) -> Pipeline:
-        """Append a stateful stage, for the logical stage that was numbered last.
+        """Appends a stateful stage, for the logical stage that was numbered last.
 
         The sample is empty rows of its result; `arriving` are the columns of its input.
         """
@@ -113,7 +110,7 @@ class Pipeline:
         return self._with_segment(segment)
 
     def with_union(self, union: Operation, sample: DataFrame, inputs: tuple[int | DataFrame, ...]) -> Pipeline:
-        """Append a union of streams."""
+        """Appends a union of streams."""
         return self._with_segment(Segment(None, inputs=inputs, union=union, sample=sample))
 
     def _with_segment(self, segment: Segment) -> Pipeline:
@@ -121,7 +118,7 @@ class Pipeline:
         return replace(self, stages=(*self.stages[:-1], last), segments=(*self.segments, segment))
 
     def meeting(self, other: Pipeline, text: str) -> tuple[Pipeline, tuple[int | DataFrame, int | DataFrame]]:
-        """Both in one, with a numbered stage at its end in which they come together; and where rows come from, of both.
+        """Returns both in one, with a numbered stage in which they come together, and where the rows of both come from.
 
         The stages of the other one are numbered after these. If it has no state, it adds none: what it does belongs to
         the stage in which they come together.
@@ -144,7 +141,7 @@ class Pipeline:
         return replace(both, stages=(*both.stages[:-1], last)), (self.output, len(both.segments) - 1)
 
     def moved(self, stages: int, segments: int) -> Pipeline:
-        """The same after so many other stages and segments."""
+        """Returns the same, to stand after so many other stages and segments."""
         logical = {stage.number: stage.moved(stages) for stage in self.stages}
         moved = []
         for segment in self.segments:
@@ -157,7 +154,7 @@ class Pipeline:
         return replace(self, stages=tuple(logical.values()), segments=tuple(moved))
 
     def with_former_places(self, places: Sequence[tuple[StageNumber, str]]) -> Pipeline:
-        """The same with numbers and names for its stateful stages that they had before: one for each of them."""
+        """Returns the same with the numbers and names that its stateful stages had before: a pair for each."""
         former = dict(zip((stage.spec.number for stage in self.stateful_stages), places, strict=True))
         segments, stages = list(self.segments), list(self.stages)
         for i, segment in enumerate(segments):
@@ -170,13 +167,6 @@ class Pipeline:
         return replace(self, stages=tuple(stages), segments=tuple(segments))
 
     def with_batch(self, rows: DataFrame, *, stateful: bool) -> Pipeline:
-        """What the logical stage that was numbered last has made of a batch."""
+        """Replaces the rows by what the logical stage that was numbered last has made of a batch."""
         last = replace(self.stages[-1], stateful=stateful, opened=False)
         return replace(self, stages=(*self.stages[:-1], last), source=rows)
-
-
-def _tracks_watermark(plan: Any) -> bool:
-    if plan.nodeName() == _WATERMARK:
-        return True
-    children = plan.children()
-    return any(_tracks_watermark(children.apply(i)) for i in range(children.size()))

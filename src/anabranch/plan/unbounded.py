@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 
 from anabranch.engine.segments import Operation, Segment
 from anabranch.engine.spark import frames
-from anabranch.operators.join.catalyst import check_streaming
+from anabranch.engine.spark.expressions import check_streaming
 from anabranch.operators.join.stage import JoinStage
 
 #: Sorting is judged by the output mode.
@@ -22,12 +22,12 @@ _SORTING = "orderBy"
 
 
 def unbounded(segment: Segment) -> DataFrame:
-    """What a segment gives out: a streaming DataFrame with the same columns under the same names."""
+    """Returns what a segment gives out as a streaming DataFrame with the same columns and names."""
     return _applied(segment.after, _given_out(segment))
 
 
 def refused_operation(segment: Segment) -> tuple[Operation, str] | None:
-    """The first operation after the stage that Spark does not allow on streams, and what Spark says of it."""
+    """Finds the first operation after the stage that Spark does not allow on streams, and what Spark says of it."""
     operations = [operation for operation in segment.after if operation.method != _SORTING]
     if not operations:
         return None

@@ -13,14 +13,14 @@ from anabranch.engine.segments import Segment
 from anabranch.engine.stages import StageClock, StatefulStage
 from anabranch.engine.tables import TableStage
 from anabranch.operators.aggregate.stage import AggregateStage
-from anabranch.operators.dedup.stage import DedupStage
+from anabranch.operators.dedup import DedupStage
 from anabranch.operators.join.sides import JoinType
 from anabranch.operators.join.stage import JoinStage
-from anabranch.operators.keys import WATERMARK
 from anabranch.operators.process.program import TimeMode
 from anabranch.operators.process.stage import ProcessStage
-from anabranch.operators.session.stage import SessionStage
-from anabranch.operators.vectorised.stage import VectorisedStage
+from anabranch.operators.session import SessionStage
+from anabranch.operators.stage import watermarked
+from anabranch.operators.vectorised import VectorisedStage
 from anabranch.plan.pipeline import Pipeline
 from anabranch.plan.unbounded import refused_operation
 
@@ -204,7 +204,7 @@ def _aggregations(pipeline: Pipeline) -> list[AggregateStage | SessionStage]:
 
 def _check_event_times(stage: AggregateStage | SessionStage) -> None:
     fields = stage.whole.key_fields if isinstance(stage, SessionStage) else stage.key_fields
-    marked = [field.name for field in fields if WATERMARK in (field.metadata or {})]
+    marked = [fields[position].name for position, _ in watermarked(fields)]
     if len(marked) > 1:
         raise UnsupportedError(
             f"The key columns {', '.join(map(repr, marked))} all have a watermark, so it is not clear when a key is "

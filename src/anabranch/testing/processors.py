@@ -22,10 +22,11 @@ from anabranch.core.ids import StageNumber
 from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.operators.keys import arrow_schema, check_key_fields, nullable_field
-from anabranch.operators.process import Program, declare_state, run_frames, run_rows
-from anabranch.operators.process.declare import checked_time_mode
-from anabranch.operators.process.program import TimeMode
-from anabranch.operators.process.stage import LateRows
+from anabranch.operators.process.declare import checked_time_mode, declare_state
+from anabranch.operators.process.frames import run_frames
+from anabranch.operators.process.program import Program, TimeMode
+from anabranch.operators.process.rows import run_rows
+from anabranch.operators.state import timely_rows
 from anabranch.testing.steps import milliseconds
 from anabranch.wire.routed import Answers
 from anabranch.worker.state.variable_state import VariableState
@@ -92,7 +93,7 @@ class ProcessorTest:
         """
         batches = self._batches(rows, self._schema)
         if self._late is not None:
-            batches = self._late.dropped(batches, self._watermark_ms)
+            batches = timely_rows(batches, self._late, self._watermark_ms)
         return self._epoch(batches)
 
     def advance_watermark(self, to: datetime | int) -> list[Row]:
@@ -213,8 +214,8 @@ class _MemoryState:
         self._staged = {}
 
 
-def _late_rows(schema: StructType, keys: int, named: str | None) -> LateRows:
-    """Decide which rows the watermark passes: by the column that is named, else by the only timestamp."""
+def _late_rows(schema: StructType, keys: int, named: str | None) -> tuple[int, str]:
+    """Return the column by which rows are late, and its field: the one that is named, else the only timestamp."""
     times = [field.name for field in schema.fields if isinstance(field.dataType, TimestampType | TimestampNTZType)]
     if named is None and len(times) == 1:
         (named,) = times
@@ -224,7 +225,7 @@ def _late_rows(schema: StructType, keys: int, named: str | None) -> LateRows:
             f"{schema.names}. Name the one that withWatermark has in the query: eventTime={(times or ['at'])[0]!r}."
         )
     is_window = isinstance(schema[named].dataType, StructType)
-    return LateRows(1 + keys + schema.names.index(named), "end" if is_window else "")
+    return 1 + keys + schema.names.index(named), "end" if is_window else ""
 
 
 def _struct(schema: StructType | str) -> StructType:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from anabranch.operators.process.columns import python_values
+from anabranch.operators.process.tuples import python_values
 
 #: Microseconds from the year 1 to the year 9999, with room for time zones at both ends.
 FIRST_US, LAST_US = -62_135_500_000_000_000, 253_402_200_000_000_000

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.operators.join.pairs import pairs_of
+from anabranch.operators.join.core import pairs_of
 from anabranch.operators.join.predicate import LEFT, RIGHT
 from anabranch.operators.join.sides import JoinType
 from support.join_model import Case, Model, TaskHarness

@@ -4,7 +4,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.operators.tables.changes import upserted
+from anabranch.operators.tables import upserted
 
 SCHEMA = pa.schema([pa.field("a", pa.string()), pa.field("b", pa.int64()), pa.field("value", pa.float64())])
 KEYS = ("a", "b")

@@ -15,11 +15,10 @@ from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, StageSpec, VariableKind, VariableSpec
 from anabranch.operators.aggregate.merge import Merge
 from anabranch.operators.aggregate.stage import Emits, _MergeTask
-from anabranch.operators.dedup.stage import EXPIRES_AT, DedupTask
-from anabranch.operators.dedup.stage import VARIABLE as SEEN
-from anabranch.operators.session.intervals import reduced, united
-from anabranch.operators.session.stage import VARIABLE as SESSIONS
-from anabranch.operators.session.stage import _SessionTask
+from anabranch.operators.dedup import EXPIRES_AT, DedupTask
+from anabranch.operators.dedup import VARIABLE as SEEN
+from anabranch.operators.session import VARIABLE as SESSIONS
+from anabranch.operators.session import _SessionTask, reduced, united
 from support.windowed_state import Row, WindowedState, hash_of, run_epoch
 
 TIME = pa.timestamp("us", tz="UTC")

@@ -12,8 +12,10 @@ from pyspark.sql.types import StructType
 from anabranch.api.progress import StateOperators
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
-from anabranch.operators.groupstate.run import run_groups
-from anabranch.operators.process import Program, run_frames, run_rows
+from anabranch.operators.process.frames import run_frames
+from anabranch.operators.process.groupstate import run_groups
+from anabranch.operators.process.program import Program
+from anabranch.operators.process.rows import run_rows
 from anabranch.operators.process.stage import ProcessStage
 from anabranch.operators.process.timers import TIMERS_SPEC
 from anabranch.operators.process.variable import with_expiry

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.errors import EpochError
-from anabranch.operators.aggregate.lists import Concatenated, Counted, Registers, TopCounted, United
-from anabranch.operators.aggregate.merge import How, Merge, merge_columns
+from anabranch.operators.aggregate.collected import Concatenated, Counted, Registers, TopCounted, United
+from anabranch.operators.aggregate.merge import How, Merge, merge_columns, ranks
 from anabranch.operators.aggregate.moments import Comoments, Moments
-from anabranch.operators.aggregate.ranks import ranks
-from anabranch.operators.aggregate.sketches import Bitmaps, CountMin
+from anabranch.operators.aggregate.synopses import Bitmaps, CountMin
 
 steady = settings(deadline=None, derandomize=True)
 NUMBERS = st.none() | st.integers(-3, 3)

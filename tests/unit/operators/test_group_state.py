@@ -11,9 +11,9 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
 from anabranch.core.errors import EpochError
 from anabranch.core.ids import StageNumber
-from anabranch.operators.groupstate.processor import GroupProgram, GroupStateProcessor
-from anabranch.operators.groupstate.run import run_groups
-from anabranch.operators.process import FrameSettings, TimeMode, declare_state
+from anabranch.operators.process.declare import declare_state
+from anabranch.operators.process.groupstate import GroupProgram, GroupStateProcessor, run_groups
+from anabranch.operators.process.program import FrameSettings, TimeMode
 from anabranch.operators.process.timers import TIMERS
 from support.process_model import ModelState, batches_of, fields, rows_in
 

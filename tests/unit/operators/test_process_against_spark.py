@@ -20,7 +20,7 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor, Stateful
 from pyspark.sql.streaming.tws_tester import TwsTester
 from pyspark.sql.types import StructType
 
-from anabranch.operators.process import FrameSettings
+from anabranch.operators.process.program import FrameSettings
 from support.process_model import fields, run_epochs
 
 OUTPUT = "line STRING, n INT, price DECIMAL(10,2), at TIMESTAMP, tags ARRAY<STRING>, point STRUCT<x: INT, y: STRING>"

@@ -33,7 +33,8 @@ from pyspark.sql.types import (
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
-from anabranch.operators.process import TimeMode, check_output_mode, checked_time_mode, declare_state
+from anabranch.operators.process.declare import check_output_mode, checked_time_mode, declare_state
+from anabranch.operators.process.program import TimeMode
 from support.process_model import fields
 
 KEY = pa.schema([("id", pa.string())])

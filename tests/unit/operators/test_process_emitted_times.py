@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql.types import LongType, StructField, StructType, TimestampNTZType, TimestampType
 
 from anabranch.core.errors import EpochError
-from anabranch.operators.keys import WATERMARK
+from anabranch.engine.spark.expressions import WATERMARK
 from anabranch.operators.process.stage import EmittedTimes
 
 KINDS = {TimestampType(): pa.timestamp("us", tz="UTC"), TimestampNTZType(): pa.timestamp("us")}

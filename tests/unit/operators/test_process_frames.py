@@ -26,9 +26,9 @@ from pyspark.sql.types import (
 )
 
 from anabranch.core.errors import EpochError
-from anabranch.operators.process import FrameSettings
-from anabranch.operators.process import frame_input as frame_input_module
-from anabranch.operators.process.frame_input import slicer_of
+from anabranch.operators.process import frames as frames_module
+from anabranch.operators.process.frames import slicer_of
+from anabranch.operators.process.program import FrameSettings
 from support.process_model import fields, run_epochs
 
 KEY = pa.schema([("id", pa.string())])
@@ -186,8 +186,8 @@ def test_every_frame_is_numbered_from_0_and_may_be_written_into() -> None:
 def test_slices_do_not_depend_on_the_inner_interface_of_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     table = pa.table({"n": range(10), "s": list("abcdefghij"), "at": pa.array(range(10), pa.timestamp("us"))})
     fast = slicer_of(table, FrameSettings())
-    assert frame_input_module._CAN_SLICE_BLOCKS
-    monkeypatch.setattr(frame_input_module, "_CAN_SLICE_BLOCKS", False)
+    assert frames_module._CAN_SLICE_BLOCKS
+    monkeypatch.setattr(frames_module, "_CAN_SLICE_BLOCKS", False)
     slow = slicer_of(table, FrameSettings())
     for bounds in ((0, 10), (3, 7), (9, 10)):
         pd.testing.assert_frame_equal(fast(*bounds), slow(*bounds), check_index_type="exact")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.schemas import HASH
-from anabranch.operators.process.grouping import Groups, frozen, group_rows
+from anabranch.operators.grouping import Groups, frozen, group_rows
 
 
 def group(keys: list[Any], kind: pa.DataType, hash_of: Any, rows_per_batch: int = 7) -> Groups:

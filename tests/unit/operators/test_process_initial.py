@@ -11,7 +11,7 @@ from pyspark.sql import Row
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
 from anabranch.core.errors import EpochError
-from anabranch.operators.process import FrameSettings, TimeMode
+from anabranch.operators.process.program import FrameSettings, TimeMode
 from support.process_model import fields, run_epochs
 
 KEY = pa.schema([("id", pa.string())])

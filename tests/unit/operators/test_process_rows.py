@@ -22,7 +22,9 @@ from pyspark.sql.types import (
 
 from anabranch.core.errors import EpochError
 from anabranch.core.ids import StageNumber
-from anabranch.operators.process import Program, declare_state, run_rows
+from anabranch.operators.process.declare import declare_state
+from anabranch.operators.process.program import Program
+from anabranch.operators.process.rows import run_rows
 from support.process_model import ModelState, batches_of, fields, run_epochs
 from support.process_script import Calling
 

@@ -9,7 +9,7 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor, Stateful
 
 from anabranch.core.errors import EpochError
 from anabranch.core.schemas import OP, Op, VariableKind
-from anabranch.operators.process.variable import Asked
+from anabranch.operators.process.variable import StateRequest
 from support.process_model import fields, run_epochs
 from support.process_script import EXISTS, GET, ITEMS, KEY, LIST, OUTPUT, Act, Scripted, run, set_value
 
@@ -207,9 +207,11 @@ def test_state_that_is_another_in_a_task_is_refused_with_both_sides(driver: Any,
 
 
 def test_the_same_schema_may_be_written_with_other_spaces() -> None:
-    texts = [Asked(VariableKind.VALUE, (text,)) for text in ("n BIGINT,\n    last STRING", "n BIGINT, last STRING")]
+    texts = [
+        StateRequest(VariableKind.VALUE, (text,)) for text in ("n BIGINT,\n    last STRING", "n BIGINT, last STRING")
+    ]
     assert texts[0].same_as(texts[1])
-    assert not texts[0].same_as(Asked(VariableKind.VALUE, ("n BIGINT",)))
+    assert not texts[0].same_as(StateRequest(VariableKind.VALUE, ("n BIGINT",)))
 
 
 def test_all_changes_of_many_windows_go_in_one_write() -> None:

@@ -14,7 +14,7 @@ from pyspark.sql import Row
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
 from anabranch.core.errors import EpochError
-from anabranch.operators.process import FrameSettings, TimeMode
+from anabranch.operators.process.program import FrameSettings, TimeMode
 from anabranch.operators.process.timers import TIMERS
 from support.process_model import ModelState, fields, run_epochs
 

@@ -12,7 +12,7 @@ from pyspark.sql import Row
 from pyspark.sql.streaming.stateful_processor import StatefulProcessor, StatefulProcessorHandle
 
 from anabranch.core.errors import EpochError
-from anabranch.operators.process import TimeMode
+from anabranch.operators.process.program import TimeMode
 from support.process_model import ModelState, fields, run_epochs
 
 KEY = pa.schema([("id", pa.string())])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from anabranch.core.errors import EpochError
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import HASH, OP, Op, StageSpec, VariableKind, VariableSpec
-from anabranch.operators.vectorised.task import KEY, VARIABLE, VectorisedTask
+from anabranch.operators.vectorised import KEY, VARIABLE, VectorisedTask
 
 SPEC = StageSpec(
     StageNumber(1),

@@ -12,18 +12,19 @@ from pyspark.sql.types import ByteType, StructField, StructType
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.schemas import MEANING, OPERATOR, StageSpec, VariableKind, VariableSpec
-from anabranch.operators.aggregate import catalyst
+from anabranch.engine.spark import expressions
+from anabranch.engine.spark.expressions import Expression, sql_of
 from anabranch.operators.aggregate.call import Buffer, Parts
-from anabranch.operators.aggregate.catalyst import Expression, sql_of
 from anabranch.operators.aggregate.functions import AggregateFunction, take_apart
 from anabranch.operators.aggregate.stage import ALL, VARIABLE, AggregateStage
-from anabranch.operators.keys import RESERVED, WATERMARK, StageName, arrow_schema, check_key_fields, key_name
+from anabranch.operators.keys import RESERVED, arrow_schema, check_key_fields, key_name, unique_names
+from anabranch.operators.stage import StageName, watermarked
 
 
 def build_aggregate(
     name: StageName, rows: DataFrame, keys: Sequence[Column], aggregates: Sequence[Column]
 ) -> tuple[AggregateStage, DataFrame]:
-    """The stage, and an empty DataFrame with the schema of its result."""
+    """Makes the stage, and an empty DataFrame with the schema of its result."""
     aggregated = rows.groupBy(*keys).agg(*aggregates)
     result: StructType = aggregated.schema
     key_fields = result.fields[: len(keys)] or [StructField(ALL, ByteType(), False)]
@@ -43,7 +44,7 @@ def build_aggregate(
         functions=tuple(functions),
         ansi=spark.conf.get("spark.sql.ansi.enabled") == "true",
         key_columns=tuple(keys),
-        event_time=_event_time(key_fields),
+        event_time=next(iter(watermarked(key_fields)), None),
     )
     return stage, spark.createDataFrame([], result)
 
@@ -52,12 +53,12 @@ class _Results:
     """The columns of an aggregation as Spark has analysed them: expressions of aggregates and keys."""
 
     def __init__(self, rows: DataFrame, aggregated: DataFrame, keys: int) -> None:
-        plan = catalyst.analysed(aggregated)
-        self._is_plain = catalyst.kind(plan) == "Aggregate"
+        plan = expressions.analysed(aggregated)
+        self._is_plain = expressions.kind(plan) == "Aggregate"
         if self._is_plain:
-            self._keys = catalyst.sequence(plan.groupingExpressions())[:keys]
-            self._expressions = catalyst.sequence(plan.aggregateExpressions())[keys:]
-        output = catalyst.sequence(catalyst.analysed(rows).output())
+            self._keys = expressions.sequence(plan.groupingExpressions())[:keys]
+            self._expressions = expressions.sequence(plan.aggregateExpressions())[keys:]
+        output = expressions.attributes_of(rows)
         names = [attribute.name().lower() for attribute in output]
         self._ids = {attribute.exprId().id() for attribute in output}
         #: Two columns of one name can be told apart only by the DataFrame that they come from.
@@ -73,22 +74,22 @@ class _Results:
         return [self._function(*pair) for pair in zip(fields, self._expressions, strict=True)]
 
     def _function(self, field: StructField, expression: Expression) -> AggregateFunction:
-        while catalyst.kind(expression) == "Alias":
+        while expressions.kind(expression) == "Alias":
             expression = expression.child()
         found: dict[int, Expression] = {}
 
         def find(node: Expression) -> Expression | None:
-            if catalyst.kind(node) != "AggregateExpression":
+            if expressions.kind(node) != "AggregateExpression":
                 return None
             found.setdefault(node.resultId().id(), node)
             return node
 
-        catalyst.rebuilt(expression, find)
+        expressions.rebuilt(expression, find)
         if not found:
             raise UnsupportedError(
                 f"The column {field.name!r} has no aggregate. Add it in a select after the aggregation."
             )
-        single = catalyst.kind(expression) == "AggregateExpression"
+        single = expressions.kind(expression) == "AggregateExpression"
         taken = {number: take_apart(node, self._unbound) for number, node in found.items()}
         buffers: list[Buffer] = []
         arguments: list[Column] = []
@@ -111,19 +112,19 @@ class _Results:
         )
 
     def _unbound(self, expression: Expression) -> Expression:
-        """The expression with columns by name, because every epoch's rows are another DataFrame."""
+        """Returns the expression with columns by name, because every epoch's rows are another DataFrame."""
 
         def by_name(part: Expression) -> Expression | None:
-            if catalyst.kind(part) != "AttributeReference":
+            if expressions.kind(part) != "AttributeReference":
                 return None
             if part.exprId().id() not in self._ids:
                 raise UnsupportedError(
                     f"An aggregate uses {part.name()!r}, which is a key that groupBy computes. Add it as a column "
                     "before, with withColumn."
                 )
-            return part if part.name().lower() in self._ambiguous else catalyst.named(part.name())
+            return part if part.name().lower() in self._ambiguous else expressions.named(part.name())
 
-        return catalyst.rebuilt(expression, by_name)
+        return expressions.rebuilt(expression, by_name)
 
 
 @dataclass(frozen=True)
@@ -151,34 +152,29 @@ class _Finish:
         results = {number: parts.finish([left.pop(0) for _ in parts.buffers]) for number, parts in self.parts.items()}
 
         def replaced(node: Expression) -> Expression | None:
-            if catalyst.kind(node) == "AggregateExpression":
-                return catalyst.expression(results[node.resultId().id()])
+            if expressions.kind(node) == "AggregateExpression":
+                return expressions.expression(results[node.resultId().id()])
             for number, key in enumerate(self.keys):
                 if node.semanticEquals(key):
-                    return catalyst.named(key_name(number))
+                    return expressions.named(key_name(number))
             return None
 
-        return catalyst.column(catalyst.rebuilt(self.expression, replaced))
-
-
-def _event_time(key_fields: Sequence[StructField]) -> tuple[int, str] | None:
-    """The first key column under a watermark; Spark marks such columns, windows included, in their metadata."""
-    for position, field in enumerate(key_fields):
-        if WATERMARK in (field.metadata or {}):
-            return position, "end" if isinstance(field.dataType, StructType) else ""
-    return None
+        return expressions.column(expressions.rebuilt(self.expression, replaced))
 
 
 def _buffer_schema(functions: Sequence[AggregateFunction]) -> pa.Schema:
-    """The columns of the state: each says which function it belongs to, so that it is not taken for another's."""
+    """Returns the columns of the state: each names the function that it belongs to, lest it be taken for another's."""
+    named = [
+        (function, buffer, meaning)
+        for function in functions
+        for buffer, meaning in zip(function.buffers, function.meanings, strict=True)
+    ]
+    names = unique_names([function.output_name + buffer.suffix for function, buffer, _ in named], RESERVED)
     columns: list[pa.Field] = []
-    taken = set(RESERVED)
-    for function in functions:
-        for buffer, meaning in zip(function.buffers, function.meanings, strict=True):
-            name = _unique(function.output_name + buffer.suffix, taken)
-            (column,) = _arrow_schema(StructField(name, buffer.type), function)
-            column = column.with_nullable(buffer.nullable)
-            columns.append(column.with_metadata({MEANING: meaning.encode()}))
+    for name, (function, buffer, meaning) in zip(names, named, strict=True):
+        (column,) = _arrow_schema(StructField(name, buffer.type), function)
+        column = column.with_nullable(buffer.nullable)
+        columns.append(column.with_metadata({MEANING: meaning.encode()}))
     return pa.schema(columns)
 
 
@@ -190,12 +186,3 @@ def _arrow_schema(field: StructField, function: AggregateFunction) -> pa.Schema:
             f"The aggregate {function.output_name!r} would keep {field.dataType.simpleString()} in the state, which is "
             "not supported. Cast it to a number, or to a string, before."
         ) from error
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    candidate, number = name, 1
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}.{number}"
-    taken.add(candidate)
-    return candidate

@@ -10,8 +10,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, MapType, StringType, StructType
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.operators.aggregate import catalyst
-from anabranch.operators.aggregate.catalyst import Expression
+from anabranch.engine.spark import expressions
+from anabranch.engine.spark.expressions import Expression
 from anabranch.operators.aggregate.merge import How
 
 Columns = Sequence[Column]
@@ -70,26 +70,26 @@ class Call:
 
     def again(self, inputs: Columns) -> Column:
         """The same function, with the same parameters, of other values."""
-        parts = catalyst.children(self.function)
-        parts[: len(inputs)] = [catalyst.expression(column) for column in inputs]
-        return catalyst.aggregate(catalyst.with_children(self.function, parts))
+        parts = expressions.children(self.function)
+        parts[: len(inputs)] = [expressions.expression(column) for column in inputs]
+        return expressions.aggregate(expressions.with_children(self.function, parts))
 
     def parameter(self, position: int) -> Expression:
         """A constant argument."""
-        return catalyst.children(self.function)[position]
+        return expressions.children(self.function)[position]
 
     def evaluated(self, buffers: Columns) -> Column:
         """What Spark makes of its own buffers of a declarative aggregate."""
-        attributes = catalyst.sequence(self.function.aggBufferAttributes())
+        attributes = expressions.sequence(self.function.aggBufferAttributes())
         values = {
-            attribute.exprId().id(): catalyst.expression(buffer)
+            attribute.exprId().id(): expressions.expression(buffer)
             for attribute, buffer in zip(attributes, buffers, strict=True)
         }
 
         def value_of(part: Expression) -> Expression | None:
-            return values.get(part.exprId().id()) if catalyst.kind(part) == "AttributeReference" else None
+            return values.get(part.exprId().id()) if expressions.kind(part) == "AttributeReference" else None
 
-        return catalyst.column(catalyst.rebuilt(self.function.evaluateExpression(), value_of))
+        return expressions.column(expressions.rebuilt(self.function.evaluateExpression(), value_of))
 
     def simple(self, how: How, *, nullable: bool = True) -> Parts:
         """An aggregate whose result is all that it needs to go on."""

@@ -1,18 +1,24 @@
-"""Aggregates that remember values: lists, sets, distinct values, and values with their counts."""
+"""Aggregates that remember values: lists, sets, distinct values, and values with their counts, merged in columns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, DecimalType, LongType, NumericType, StructField, StructType
 
 from anabranch.core.errors import UnsupportedError
-from anabranch.engine.spark.java import java_class
-from anabranch.operators.aggregate import catalyst
+from anabranch.engine.spark import expressions
 from anabranch.operators.aggregate.call import Buffer, Call, Columns, Parts
-from anabranch.operators.aggregate.lists import Concatenated, Counted, United
+from anabranch.operators.aggregate.merge import ranks
+
+Numbers = npt.NDArray[np.int64]
 
 
 def collect_list(call: Call) -> Parts:
@@ -26,7 +32,7 @@ def collect_set(call: Call) -> Parts:
     _check_nulls(call)
     call.require_binary_collation()
     make = call.again
-    if catalyst.kind(call.function) != "CollectSet":
+    if expressions.kind(call.function) != "CollectSet":
         # A list of distinct values.
         make = lambda inputs: F.collect_set(inputs[0])  # noqa: E731
     buffer = Buffer("", make, call.output, United())
@@ -39,8 +45,8 @@ def collect_union(call: Call) -> Parts:
 
 
 def joined(call: Call) -> Parts:
-    """A string of all strings, with the delimiter between them."""
-    delimiter = catalyst.column(call.parameter(1))
+    """Joins a string of all strings, with the delimiter between them."""
+    delimiter = expressions.column(call.parameter(1))
     if call.distinct:
         raise UnsupportedError(f"The aggregate {call.text!r} is over distinct values: join a collect_set instead.")
     kind = ArrayType(call.types[0])
@@ -54,7 +60,7 @@ def joined(call: Call) -> Parts:
 
 
 def count_distinct(call: Call) -> Parts:
-    """The set of all distinct values is in the state, and its size is the result."""
+    """Keeps the set of all distinct values in the state; its size is the result."""
     return _distinct(call, lambda values: F.size(values).cast("long"))
 
 
@@ -65,7 +71,7 @@ def sum_distinct(call: Call) -> Parts:
 
 
 def avg_distinct(call: Call) -> Parts:
-    total, _ = (catalyst.type_of(a) for a in catalyst.sequence(call.function.aggBufferAttributes()))
+    total, _ = (expressions.type_of(a) for a in expressions.sequence(call.function.aggBufferAttributes()))
     attempted = call.name == "try_avg"
 
     def finish(values: Column) -> Column:
@@ -76,7 +82,7 @@ def avg_distinct(call: Call) -> Parts:
 
 
 def mode(call: Call) -> Parts:
-    """The most frequent value; of several the smallest, unless ORDER BY ... DESC asks for the largest."""
+    """Finds the most frequent value; of several the smallest, unless ORDER BY ... DESC asks for the largest."""
     reverse = call.function.reverseOpt()
     largest = reverse.isDefined() and not reverse.get()
 
@@ -92,20 +98,20 @@ def mode(call: Call) -> Parts:
 
 
 def percentile(call: Call) -> Parts:
-    """Exact percentiles, which need all values."""
+    """Finds exact percentiles, which need all values."""
     function = call.function
-    if len(catalyst.children(function)) > 2 and call.parameter(2).sql() not in ("1L", "1"):
+    if len(expressions.children(function)) > 2 and call.parameter(2).sql() not in ("1L", "1"):
         raise UnsupportedError(
             f"The aggregate {call.text!r} has a frequency, which is not supported. Use percentile without one."
         )
-    backwards, discrete = function.reverse(), catalyst.kind(function) == "PercentileDisc"
+    backwards, discrete = function.reverse(), expressions.kind(function) == "PercentileDisc"
     if discrete and function.legacyCalculation():
         raise UnsupportedError("percentile_disc is not supported with spark.sql.legacy.percentileDiscCalculation.")
     if not isinstance(call.types[0], NumericType):
         raise UnsupportedError(
             f"The aggregate {call.text!r} is not supported over {call.types[0].simpleString()}. Cast it to a number."
         )
-    percentages = catalyst.column(call.parameter(1))
+    percentages = expressions.column(call.parameter(1))
 
     def finish(counts: Column) -> Column:
         ordered = F.reverse(counts) if backwards else counts
@@ -136,7 +142,7 @@ def _percentile(counts: Column, percentage: Column, discrete: bool) -> Column:
 
 
 def _value_at(counts: Column, index: Column) -> Column:
-    """The value at a position among all values, in order."""
+    """Returns the value at a position among all values, in order."""
     start = F.struct(F.lit(0).cast("long").alias("n"), F.lit(None).cast("double").alias("value"))
 
     def go_on(found: Column, entry: Column) -> Column:
@@ -147,7 +153,7 @@ def _value_at(counts: Column, index: Column) -> Column:
 
 
 def _bound(value: Column, use: Callable[[Column], Column]) -> Column:
-    """`use(value)` with the value computed once: inside of a lambda, Spark computes an expression again and again."""
+    """Returns `use(value)` with the value computed once: inside of a lambda, Spark computes it again and again."""
     return F.transform(F.array(value), use)[0]
 
 
@@ -163,7 +169,7 @@ def _entry(value: DataType) -> StructType:
 
 
 def _value_counts(values: Column) -> Column:
-    """An array as structs of value and count, sorted by value."""
+    """Returns an array as structs of value and count, sorted by value."""
 
     def ends(ordered: Column) -> Column:
         last = F.size(ordered) - 1
@@ -206,12 +212,12 @@ def _distinct(call: Call, finish: Callable[[Column], Column]) -> Parts:
 
 
 def _total(values: Column, kind: DataType, *, attempted: bool, fails: bool) -> Column:
-    """The sum of an array's elements; null if there are none, or if it is only attempted and does not fit.
+    """Returns the sum of an array's elements; null if there are none, or if it is only attempted and does not fit.
 
     A sum of decimals that does not fit is null as well, unless it `fails`.
     """
     if isinstance(kind, DecimalType):
-        total = _total_of_decimals(values, kind, fails=fails)
+        total = expressions.sum_of_decimals(values, kind, fails=fails)
     elif attempted:
         total = F.aggregate(values, F.lit(0).cast(kind), lambda sum, value: F.try_add(sum, value.cast(kind)))
     else:
@@ -219,21 +225,8 @@ def _total(values: Column, kind: DataType, *, attempted: bool, fails: bool) -> C
     return F.when(F.size(values) > 0, total)
 
 
-def _total_of_decimals(values: Column, kind: DecimalType, *, fails: bool) -> Column:
-    """The sum as Spark's own aggregate takes it: a plus of two columns makes room in front, at the cost of digits."""
-    expressions = "org.apache.spark.sql.catalyst.expressions."
-    java_type = java_class("org.apache.spark.sql.types.DataTypes").createDecimalType(kind.precision, kind.scale)
-
-    def add(sum: Column, value: Column) -> Column:
-        parts = [catalyst.expression(column) for column in (sum, value.cast(kind))]
-        return catalyst.column(java_class(expressions + "DecimalAddNoOverflowCheck")(*parts, java_type))
-
-    total = catalyst.expression(F.aggregate(values, F.lit(0).cast(kind), add))
-    return catalyst.column(java_class(expressions + "CheckOverflowInSum")(total, java_type, not fails, None))
-
-
 def _check_nulls(call: Call) -> None:
-    """A FILTER clause makes nulls of what it leaves out, which must not be collected."""
+    """Refuses to keep nulls with a FILTER clause, which makes nulls of what it leaves out."""
     methods = {method.getName() for method in call.function.getClass().getMethods()}
     ignores = "ignoreNulls" not in methods or bool(call.function.ignoreNulls())
     if not ignores and (call.distinct or call.condition is not None):
@@ -241,3 +234,118 @@ def _check_nulls(call: Call) -> None:
             f"The aggregate {call.text!r} keeps nulls, which is not supported with DISTINCT or FILTER. Filter the rows "
             "before the aggregation."
         )
+
+
+@dataclass(frozen=True)
+class Concatenated:
+    """The elements of the state, then those of the epoch."""
+
+    def merge(self, old: pa.Array, new: pa.Array) -> pa.Array:
+        elements, rows = _flat(old, new)
+        return _lists(elements.take(pa.array(np.argsort(rows, kind="stable"))), rows, old)
+
+
+@dataclass(frozen=True)
+class United:
+    """The elements of both, each once."""
+
+    def merge(self, old: pa.Array, new: pa.Array) -> pa.Array:
+        elements, rows = _flat(old, new)
+        order, first = _grouped(rows, ranks(elements))
+        kept = order[first]
+        return _lists(elements.take(pa.array(kept)), rows[kept], old)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Structs of value and count, sorted by value, with the counts of equal values added up."""
+
+    def merge(self, old: pa.Array, new: pa.Array) -> pa.Array:
+        elements, rows = _flat(old, new)
+        values, totals, owners = _added_up(elements, rows)
+        return _lists(_pairs(values, totals, elements.type), owners, old)
+
+
+@dataclass(frozen=True)
+class TopCounted:
+    """The most frequent values: a struct of values with counts, and by how much these may be too small.
+
+    Where more than ``capacity`` values come together, the count of the first that does not fit is taken from all, which
+    lets go of at least one (Misra and Gries). What was taken in all is at most one part in ``capacity`` of all rows.
+    """
+
+    capacity: int
+
+    def merge(self, old: pa.Array, new: pa.Array) -> pa.Array:
+        elements, rows = _flat(old.field("items"), new.field("items"))
+        values, totals, owners = _added_up(elements, rows)
+        size = len(old)
+        position = np.empty(len(owners), dtype=np.int64)
+        by_count = np.lexsort((-totals, owners))
+        starts = np.searchsorted(owners, np.arange(size))
+        position[by_count] = np.arange(len(owners)) - starts[owners]
+        taken = np.zeros(size, dtype=np.int64)
+        too_many = position == self.capacity
+        taken[owners[too_many]] = totals[too_many]
+        totals = totals - taken[owners]
+        kept = np.flatnonzero((totals > 0) & (position < self.capacity))
+        items = _lists(
+            _pairs(values.take(pa.array(kept)), totals[kept], elements.type), owners[kept], old.field("items")
+        )
+        error = pc.add(pc.add(old.field("error"), new.field("error")), pa.array(taken))
+        return pa.StructArray.from_arrays([items, error], fields=list(old.type))
+
+
+@dataclass(frozen=True)
+class Registers:
+    """Registers of a HyperLogLog, as numbers ``64 * index + rank``: of one index the highest rank counts."""
+
+    def merge(self, old: pa.Array, new: pa.Array) -> pa.Array:
+        elements, rows = _flat(old, new)
+        packed = elements.to_numpy().astype(np.int64)
+        order = np.lexsort((packed, rows))
+        rows, packed = rows[order], packed[order]
+        last = np.ones(len(rows), dtype=np.bool_)
+        last[:-1] = (rows[1:] != rows[:-1]) | (packed[1:] >> 6 != packed[:-1] >> 6)
+        return _lists(pa.array(packed[last], elements.type), rows[last], old)
+
+
+def _flat(old: pa.Array, new: pa.Array) -> tuple[pa.Array, Numbers]:
+    """Returns the elements of both columns of lists, and of each the row that it belongs to. A null has no elements."""
+    elements = pa.concat_arrays([old.flatten(), new.flatten()])
+    return elements, np.concatenate([np.repeat(np.arange(len(lists)), _lengths(lists)) for lists in (old, new)])
+
+
+def _lengths(lists: pa.Array) -> Numbers:
+    lengths: Numbers = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return lengths
+
+
+def _grouped(rows: Numbers, values: Numbers) -> tuple[Numbers, npt.NDArray[np.bool_]]:
+    """Returns an order in which equal values of a row are neighbours, and where in that order a new one begins."""
+    order = np.lexsort((values, rows))
+    first = np.ones(len(order), dtype=np.bool_)
+    first[1:] = (np.diff(rows[order]) != 0) | (np.diff(values[order]) != 0)
+    return order, first
+
+
+def _added_up(elements: pa.Array, rows: Numbers) -> tuple[pa.Array, Numbers, Numbers]:
+    """Returns of each row the values without repetition, sorted, their counts, and the row."""
+    values, counts = elements.flatten()
+    order, first = _grouped(rows, ranks(values))
+    starts = np.flatnonzero(first)
+    totals = counts.to_numpy(zero_copy_only=False)[order]
+    totals = np.add.reduceat(totals, starts) if len(starts) else totals
+    kept = order[first]
+    return values.take(pa.array(kept)), totals.astype(np.int64), rows[kept]
+
+
+def _pairs(values: pa.Array, counts: Numbers, kind: pa.DataType) -> pa.Array:
+    return pa.StructArray.from_arrays([values, pa.array(counts, kind.field(1).type)], fields=list(kind))
+
+
+def _lists(elements: pa.Array, rows: Numbers, like: pa.Array) -> pa.Array:
+    """Makes elements, which are in the order of their rows, lists of a type."""
+    counts = np.bincount(rows, minlength=len(like)) if len(rows) else np.zeros(len(like), dtype=np.int64)
+    offsets = np.concatenate(([0], np.cumsum(counts)))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), elements, type=like.type)

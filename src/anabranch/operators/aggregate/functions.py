@@ -23,10 +23,11 @@ from pyspark.sql.types import (
 )
 
 from anabranch.core.errors import UnsupportedError
+from anabranch.engine.spark import expressions
+from anabranch.engine.spark.expressions import Expression
 from anabranch.engine.spark.java import is_a
-from anabranch.operators.aggregate import catalyst, collected, statistics, synopses
+from anabranch.operators.aggregate import collected, moments, synopses
 from anabranch.operators.aggregate.call import Buffer, Call, Columns, Parts
-from anabranch.operators.aggregate.catalyst import Expression
 from anabranch.operators.aggregate.merge import Merge
 
 
@@ -49,29 +50,32 @@ class AggregateFunction:
 
 
 def take_apart(node: Expression, unbound: Callable[[Expression], Expression]) -> tuple[str, Parts]:
-    """An AggregateExpression of Spark's: its name, and its parts. `unbound` makes columns of the stage's rows."""
+    """Takes an AggregateExpression of Spark's apart: returns its name and parts.
+
+    `unbound` makes expressions of the stage's rows.
+    """
     function = node.aggregateFunction()
     text = node.sql()
     name: str = function.prettyName()
-    while is_a(function, catalyst.REPLACEABLE):
+    while is_a(function, expressions.REPLACEABLE):
         function = function.replacement()
-    entry = _TABLE.get(catalyst.kind(function))
+    entry = _TABLE.get(expressions.kind(function))
     if entry is None:
         raise UnsupportedError(
             f"The aggregate {text!r} is not supported: {name} cannot be merged with the state of earlier epochs. "
             "Use transformWithState, or another aggregate."
         )
     take, count = entry
-    arguments = catalyst.children(function)[: count or None]
+    arguments = expressions.children(function)[: count or None]
     condition = node.filter()
     call = Call(
         function=function,
         name=name,
         distinct=node.isDistinct(),
-        values=tuple(catalyst.column(unbound(argument)) for argument in arguments),
-        types=tuple(catalyst.type_of(argument) for argument in arguments),
-        output=catalyst.type_of(function),
-        condition=catalyst.column(unbound(condition.get())) if condition.isDefined() else None,
+        values=tuple(expressions.column(unbound(argument)) for argument in arguments),
+        types=tuple(expressions.type_of(argument) for argument in arguments),
+        output=expressions.type_of(function),
+        condition=expressions.column(unbound(condition.get())) if condition.isDefined() else None,
         text=text,
     )
     if call.distinct and take not in _DISTINCT:
@@ -86,7 +90,7 @@ def take_apart(node: Expression, unbound: Callable[[Expression], Expression]) ->
 def _count(call: Call) -> Parts:
     if call.distinct:
         return collected.count_distinct(call)
-    if call.condition is None and all(not part.nullable() for part in catalyst.children(call.function)):
+    if call.condition is None and all(not part.nullable() for part in expressions.children(call.function)):
         # Nothing to look at in the rows: as F.count("*").
         buffer = Buffer("", lambda _: F.count(F.lit(1)), LongType(), Merge.SUM, nullable=False)
         return Parts((), (buffer,), lambda buffers: buffers[0], plain=True)
@@ -108,7 +112,7 @@ def _avg(call: Call) -> Parts:
     if call.distinct:
         return collected.avg_distinct(call)
     total_type, _ = (
-        catalyst.type_of(attribute) for attribute in catalyst.sequence(call.function.aggBufferAttributes())
+        expressions.type_of(attribute) for attribute in expressions.sequence(call.function.aggBufferAttributes())
     )
     # Decimals and intervals that do not fit are null in Spark's buffer, and errors, if any, come when it is evaluated.
     attempted = isinstance(total_type, DecimalType) and call.name == "try_avg"
@@ -123,20 +127,16 @@ def _avg(call: Call) -> Parts:
     return Parts(call.arguments, (total, count), call.evaluated)
 
 
+def _simple(how: Merge) -> Callable[[Call], Parts]:
+    return lambda call: call.simple(how)
+
+
 def _extreme(how: Merge) -> Callable[[Call], Parts]:
     def take(call: Call) -> Parts:
         call.require_binary_collation()
         return call.simple(how)
 
     return take
-
-
-def _bits(how: Merge) -> Callable[[Call], Parts]:
-    return lambda call: call.simple(how)
-
-
-def _product(call: Call) -> Parts:
-    return call.simple(Merge.PRODUCT)
 
 
 def _first_or_last(function: Callable[..., Column], how: Merge) -> Callable[[Call], Parts]:
@@ -172,7 +172,7 @@ def _by(extreme: Callable[[Column], Column], how: Merge) -> Callable[[Call], Par
 
 
 def _listagg(call: Call) -> Parts:
-    if len(catalyst.children(call.function)) > 2 or not isinstance(call.output, StringType):
+    if len(expressions.children(call.function)) > 2 or not isinstance(call.output, StringType):
         raise UnsupportedError(
             f"The aggregate {call.text!r} is not supported: listagg takes strings, without WITHIN GROUP. Collect "
             "structs with collect_list, and sort them in a select after the aggregation."
@@ -188,10 +188,10 @@ _TABLE: dict[str, tuple[Callable[[Call], Parts], int]] = {
     "Average": (_avg, 1),
     "Min": (_min, 1),
     "Max": (_max, 1),
-    "Product": (_product, 1),
-    "BitAndAgg": (_bits(Merge.BIT_AND), 1),
-    "BitOrAgg": (_bits(Merge.BIT_OR), 1),
-    "BitXorAgg": (_bits(Merge.BIT_XOR), 1),
+    "Product": (_simple(Merge.PRODUCT), 1),
+    "BitAndAgg": (_simple(Merge.BIT_AND), 1),
+    "BitOrAgg": (_simple(Merge.BIT_OR), 1),
+    "BitXorAgg": (_simple(Merge.BIT_XOR), 1),
     "First": (_first_or_last(F.first, Merge.FIRST), 1),
     "Last": (_first_or_last(F.last, Merge.LAST), 1),
     "MinBy": (_by(F.min, Merge.MIN_BY), 2),
@@ -203,8 +203,8 @@ _TABLE: dict[str, tuple[Callable[[Call], Parts], int]] = {
     "Mode": (collected.mode, 1),
     "Percentile": (collected.percentile, 1),
     "PercentileDisc": (collected.percentile, 1),
-    **dict.fromkeys(statistics.MOMENTS, (statistics.moments, 1)),
-    **dict.fromkeys(statistics.COMOMENTS, (statistics.comoments, 2)),
+    **dict.fromkeys(moments.MOMENTS, (moments.moments, 1)),
+    **dict.fromkeys(moments.COMOMENTS, (moments.comoments, 2)),
     "HyperLogLogPlusPlus": (synopses.approx_count_distinct, 1),
     "HllSketchAgg": (synopses.hll, 1),
     "HllUnionAgg": (synopses.hll, 1),

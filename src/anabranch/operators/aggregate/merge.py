@@ -7,11 +7,13 @@ from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from anabranch.core.errors import EpochError
-from anabranch.operators.aggregate.ranks import ranks
+
+Ranks = npt.NDArray[np.int64]
 
 
 class Merge(StrEnum):
@@ -38,14 +40,14 @@ class Rule(Protocol):
     """A way of merging that has parameters or is long: a frozen dataclass, because it goes to the tasks."""
 
     def merge(self, old: pa.Array, new: pa.Array) -> pa.Array:
-        """Merge two columns without nulls."""
+        """Merges two columns without nulls."""
 
 
 How = Merge | Rule
 
 
 def merge_columns(how: How, old: pa.Array, new: pa.Array, *, ansi: bool) -> pa.Array:
-    """One column of merged partial aggregates. A null is an aggregate that has seen no value yet."""
+    """Returns one column of merged partial aggregates. A null is an aggregate that has seen no value yet."""
     if old.null_count == len(old):
         return new
     if new.null_count == len(new):
@@ -70,7 +72,7 @@ def _merge_where_both(rule: Rule, old: pa.Array, new: pa.Array) -> pa.Array:
 
 
 def null_where_overflowed(merged: pa.Array, total: pa.Array, seen: pa.Array) -> pa.Array:
-    """Merged sums, null where one of the two that were merged is null although it has seen a value."""
+    """Returns merged sums, null where one of the two that were merged is null although it has seen a value."""
     if total.null_count == 0:
         return merged
     has_values = pc.fill_null(seen.cast(pa.bool_()), False)
@@ -116,7 +118,7 @@ def _sum_decimals(old: pa.Array, new: pa.Array, ansi: bool) -> pa.Array:
 
 
 def _null_where_too_large(total: pa.Array, exact: pa.DataType) -> pa.Array:
-    """Spark without ANSI: a decimal sum that does not fit is NULL."""
+    """Returns NULL for decimal sums that do not fit, as Spark does without ANSI."""
     # Python integers are exact at any size, and this is the path of an overflow, not of every epoch.
     limit = 10 ** (exact.precision - exact.scale)
     fitting = [None if v is None or v.copy_abs() >= limit else v for v in total.to_pylist()]
@@ -132,7 +134,7 @@ def _larger(old: pa.Array, new: pa.Array, _ansi: bool) -> pa.Array:
 
 
 def _pick(old: pa.Array, new: pa.Array, better: Callable[[pa.Array, pa.Array], pa.Array]) -> pa.Array:
-    """The better of the two in each row; of equal ones the old. Spark orders NaN above every other number."""
+    """Returns the better of the two in each row; of equal ones the old. Spark orders NaN above every other number."""
     if pa.types.is_nested(old.type):
         # Arrow compares nothing nested; the order of numbers that stand for the values is the same.
         number = ranks(pa.concat_arrays([old, new]))
@@ -158,7 +160,7 @@ def _larger_by(old: pa.Array, new: pa.Array, _ansi: bool) -> pa.Array:
 
 
 def _choose(old: pa.Array, new: pa.Array, choose_new: pa.Array) -> pa.Array:
-    """Of each row one of the two, of any type."""
+    """Returns of each row one of the two, of any type."""
     rows = np.arange(len(old)) + len(old) * choose_new.to_numpy(zero_copy_only=False)
     return pa.concat_arrays([old, new]).take(pa.array(rows))
 
@@ -177,3 +179,58 @@ _MERGES: dict[Merge, Callable[[pa.Array, pa.Array, bool], pa.Array]] = {
     Merge.BIT_OR: lambda old, new, _ansi: pc.bit_wise_or(old, new),
     Merge.BIT_XOR: lambda old, new, _ansi: pc.bit_wise_xor(old, new),
 }
+
+
+def ranks(values: pa.Array) -> Ranks:
+    """Returns a number for each value: equal values have equal numbers, and smaller ones smaller numbers."""
+    if isinstance(values, pa.ChunkedArray):
+        values = values.combine_chunks()
+    if pa.types.is_struct(values.type):
+        found = _dense([ranks(child) for child in values.flatten()], len(values)) + 1
+    elif pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        found = _of_lists(values)
+    else:
+        found = _of_plain(values)
+    if values.null_count:
+        found[values.is_null().to_numpy(zero_copy_only=False)] = 0
+    return found
+
+
+def normalised(values: pa.Array) -> pa.Array:
+    """Returns numbers with one zero: Spark keeps no -0.0 where it looks for equal values."""
+    return pc.add(values, pa.scalar(0.0, values.type)) if pa.types.is_floating(values.type) else values
+
+
+def _of_plain(values: pa.Array) -> Ranks:
+    if pa.types.is_null(values.type):
+        return np.zeros(len(values), dtype=np.int64)
+    encoded = normalised(values).dictionary_encode()
+    order = pc.sort_indices(encoded.dictionary).to_numpy()
+    rank_of = np.empty(len(order), dtype=np.int64)
+    rank_of[order] = np.arange(1, len(order) + 1)
+    codes = encoded.indices.fill_null(0).to_numpy()
+    return rank_of[codes] if len(order) else np.zeros(len(values), dtype=np.int64)
+
+
+def _of_lists(values: pa.Array) -> Ranks:
+    """Ranks lists element by element: lists that are over come before those that go on."""
+    lengths = pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    starts = np.concatenate(([0], np.cumsum(lengths)))[:-1]
+    elements = ranks(values.flatten())
+    found = np.ones(len(values), dtype=np.int64)
+    for position in range(int(lengths.max(initial=0))):
+        column = np.full(len(values), -1, dtype=np.int64)
+        longer = lengths > position
+        column[longer] = elements[starts[longer] + position]
+        found = _dense([found, column], len(values)) + 1
+    return found
+
+
+def _dense(columns: list[Ranks], rows: int) -> Ranks:
+    """Returns the ranks of tuples, from those of their members."""
+    found = np.zeros(rows, dtype=np.int64)
+    for column in columns:
+        _, compact = np.unique(column, return_inverse=True)
+        # Both are below the number of rows, so the product fits.
+        _, found = np.unique(found * (rows + 1) + compact, return_inverse=True)
+    return found.astype(np.int64)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -16,25 +15,26 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.eventtime import EventTime
-from anabranch.core.ids import StageNumber
 from anabranch.core.requests import Expiry
-from anabranch.core.schemas import HASH, INDEX, Op, StageSpec
+from anabranch.core.schemas import HASH, INDEX, StageSpec
 from anabranch.engine.late import LateKind, carried_columns, project_and_carry, time_type
 from anabranch.engine.stages import EpochContext, StageClock
 from anabranch.engine.tasks import PARTITION, TaskEpoch, place, run_in_tasks
 from anabranch.operators.aggregate.functions import AggregateFunction
 from anabranch.operators.aggregate.merge import How, merge_columns, null_where_overflowed
-from anabranch.operators.keys import key_name, nullable_field
-from anabranch.operators.matching import rows_of_other_keys
+from anabranch.operators.grouping import rows_of_other_keys
+from anabranch.operators.keys import key_name, key_names, nullable_field
+from anabranch.operators.stage import KeyedStage
+from anabranch.operators.state import MAX_ROWS_PER_BATCH, note_dropped, state_rows_of, timely_rows, write_changes
 from anabranch.wire.routed import Answers, RoutedState, StageAccess
 
 #: The state variable of an aggregate stage.
 VARIABLE = "aggregates"
 #: The key of an aggregation over everything.
 ALL = "_all"
-#: Below so many rows in an epoch a second shuffle costs more than it saves.
+#: Below this many rows in an epoch a second shuffle costs more than it saves.
 _FEW_ROWS = 100_000
-#: So many rows of one key in an epoch make it worth while to combine them before they are moved.
+#: From this many rows of one key in an epoch on, it is worth while to combine them before they are moved.
 _REPEATS_TO_COMBINE = 4
 
 
@@ -54,7 +54,7 @@ class Emits(Enum):
 
 
 @dataclass(frozen=True)
-class AggregateStage:
+class AggregateStage(KeyedStage):
     """groupBy(keys).agg(functions)."""
 
     spec: StageSpec
@@ -68,17 +68,12 @@ class AggregateStage:
     #: The key column with the event time, if there is a watermark on it; its field, for a window.
     event_time: tuple[int, str] | None
 
-    output_delay_ms: ClassVar[int] = 0
-
     @property
     def clock(self) -> StageClock:
         return StageClock.NONE if self.event_time is None else StageClock.EVENT_TIME
 
-    def numbered(self, number: StageNumber, name: str) -> Self:
-        return replace(self, spec=self.spec.numbered(number, name))
-
     def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
-        """The stateless half: key columns and the inputs of the aggregates, under names of our own."""
+        """Runs the stateless half: key columns and the inputs of the aggregates, under names of our own."""
         del side
         keys = [column.alias(key_name(i)) for i, column in enumerate(self.key_columns)]
         inputs = [
@@ -109,13 +104,13 @@ class AggregateStage:
         return self.finished(run_in_tasks(placed, access, task, self.task_schema))
 
     def finished(self, merged: DataFrame) -> DataFrame:
-        """The result, from keys and merged partial aggregates."""
+        """Makes the result of keys and merged partial aggregates."""
         return merged if self._is_final else merged.select(*self.results)
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
-        """The state as the query's result would show it."""
+        """Returns the state as the query's result would show it."""
         del variable
-        return state.toDF(HASH, *self._key_names, *self.buffer_names).select(*self.results)
+        return state.toDF(HASH, *key_names(len(self.key_fields)), *self.buffer_names).select(*self.results)
 
     def _places_first(self, context: EpochContext) -> bool:
         """Whether moving all rows costs less than combining them before: one shuffle instead of two.
@@ -129,14 +124,15 @@ class AggregateStage:
 
     def _placed_first(self, rows: DataFrame, access: StageAccess) -> DataFrame:
         # Rows of a key are in one partition already, which Spark sees by PARTITION, so this needs no shuffle.
-        return place(rows, self._key_names, access).groupBy(PARTITION, HASH, *self._key_names).agg(*self.partials)
+        names = key_names(len(self.key_fields))
+        return place(rows, names, access).groupBy(PARTITION, HASH, *names).agg(*self.partials)
 
     def _combined_first(self, rows: DataFrame, access: StageAccess) -> DataFrame:
         if self.key_columns:
-            combined = rows.groupBy(*self._key_names).agg(*self.partials)
+            combined = rows.groupBy(*key_names(len(self.key_fields))).agg(*self.partials)
         else:
             combined = rows.agg(*self.partials).select(F.lit(0).cast("byte").alias(key_name(0)), "*")
-        return place(combined, self._key_names, access)
+        return place(combined, key_names(len(self.key_fields)), access)
 
     # Columns and schemas are the same in every epoch, and each costs round trips to the JVM.
 
@@ -180,10 +176,6 @@ class AggregateStage:
         return StructType(fields)
 
     @cached_property
-    def _key_names(self) -> list[str]:
-        return [key_name(i) for i in range(len(self.key_fields))]
-
-    @cached_property
     def buffer_names(self) -> list[str]:
         return [_buffer(i, j) for i, function in enumerate(self.functions) for j in range(len(function.buffers))]
 
@@ -205,15 +197,13 @@ class _MergeTask:
         self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
     ) -> Iterator[pa.RecordBatch]:
         layout = self.spec.layouts[VARIABLE]
-        partials = pa.Table.from_batches(batches).combine_chunks() if batches else layout.rows.empty_table()
-        partials = partials.rename_columns(layout.rows.names).cast(layout.rows)
-        event_time = self._event_time()
-        if event_time is not None and epoch.late_watermark_ms is not None:
+        timely = list(batches)
+        if self.event_time is not None:
             # Keys that the watermark had passed before have been let go of, and must not come back.
-            late = event_time.is_over(partials, epoch.late_watermark_ms * 1000)
-            timely = partials.filter(pc.invert(late))
-            state.note_late(len(partials) - len(timely))
-            partials = timely
+            position, field = self.event_time
+            timely = timely_rows(batches, (1 + position, field), epoch.late_watermark_ms)
+            note_dropped(state, batches, timely)
+        partials = state_rows_of(timely, layout)
         expiry = self._expiry(epoch)
         every = self.emits is Emits.ALL
         keys = partials.select(layout.keys.names)
@@ -223,15 +213,12 @@ class _MergeTask:
             answers = Answers({}, {}, {})
         merged = self._merge(partials, answers.found)
         over, kept = layout.rows.empty_table(), merged
-        if event_time is not None and expiry is not None:
+        if expiry is not None:
             # Passed only since the epoch before: such keys take these rows, and are over with them.
-            is_over = event_time.is_over(merged, expiry.up_to)
+            is_over = EventTime(expiry.column, expiry.field).is_over(merged, expiry.up_to)
             over, kept = merged.filter(is_over), merged.filter(pc.invert(is_over))
         expired = answers.expired.get(VARIABLE, layout.rows.empty_table())
-        changed = pa.concat_tables(
-            [as_changes(kept, Op.PUT, layout.changes), as_changes(expired, Op.DELETE, layout.changes)]
-        )
-        state.write({VARIABLE: changed} if len(changed) else {})
+        write_changes(state, layout, puts=[kept], deletes=[expired])
         outputs = {
             Emits.CHANGED: lambda: [merged],
             Emits.OVER: lambda: [over, rows_of_other_keys(expired, over.select(layout.keys.names))],
@@ -240,20 +227,14 @@ class _MergeTask:
         for table in outputs[self.emits]():
             yield from table.drop_columns([HASH]).rename_columns(self.names).to_batches(MAX_ROWS_PER_BATCH)
 
-    def _event_time(self) -> EventTime | None:
-        if self.event_time is None:
+    def _expiry(self, epoch: TaskEpoch) -> Expiry | None:
+        """Returns what the watermark has passed."""
+        if self.event_time is None or epoch.watermark_ms is None:
             return None
         position, field = self.event_time
-        return EventTime(self.spec.key.names[position], field)
-
-    def _expiry(self, epoch: TaskEpoch) -> Expiry | None:
-        """What the watermark has passed."""
-        event_time = self._event_time()
-        if event_time is None or epoch.watermark_ms is None:
-            return None
-        # What is only let go of may be found later, when it has arrived: nobody can tell, as late rows are dropped.
+        # What is only let go of may be found later, when it has arrived: it makes no difference, late rows are dropped.
         whole = self.emits is Emits.OVER
-        return Expiry(VARIABLE, event_time.column, event_time.field, epoch.watermark_ms * 1000, whole=whole)
+        return Expiry(VARIABLE, self.spec.key.names[position], field, epoch.watermark_ms * 1000, whole=whole)
 
     def _merge(self, partials: pa.Table, answers: Mapping[str, pa.Table]) -> pa.Table:
         answer = answers.get(VARIABLE)
@@ -270,16 +251,12 @@ class _MergeTask:
         return pa.table(columns, schema=layout.rows)
 
 
-#: Spark turns record batches into rows one at a time: larger ones cost fewer round trips, smaller ones less memory.
-MAX_ROWS_PER_BATCH = 65_536
-
-
 def merges_of(functions: Sequence[AggregateFunction]) -> Merges:
     return tuple((buffer.merge, buffer.seen) for function in functions for buffer in function.buffers)
 
 
 def merge_buffers(merges: Merges, old: Sequence[pa.Array], new: Sequence[pa.Array], *, ansi: bool) -> list[pa.Array]:
-    """All columns of partial aggregates, merged row by row."""
+    """Merges all columns of partial aggregates, row by row."""
     columns = []
     for number, (how, seen) in enumerate(merges):
         merged = merge_columns(how, old[number], new[number], ansi=ansi)
@@ -288,11 +265,6 @@ def merge_buffers(merges: Merges, old: Sequence[pa.Array], new: Sequence[pa.Arra
                 merged = null_where_overflowed(merged, total, values)
         columns.append(merged)
     return columns
-
-
-def as_changes(rows: pa.Table, op: int, schema: pa.Schema) -> pa.Table:
-    ops = pa.array(np.full(len(rows), op, dtype=np.int8))
-    return pa.table([rows.column(0), ops, *rows.columns[1:]], schema=schema)
 
 
 def _input(i: int, j: int) -> str:

@@ -18,7 +18,15 @@ They are what Spark gives while there are few values: then each of them is exact
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
@@ -37,13 +45,23 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from anabranch.core.errors import UnsupportedError
-from anabranch.engine.spark.java import java_class
-from anabranch.operators.aggregate import catalyst
+from anabranch.core.errors import EpochError, UnsupportedError
+from anabranch.engine.spark import expressions
 from anabranch.operators.aggregate.call import Buffer, Call, Columns, Parts
-from anabranch.operators.aggregate.lists import Registers, TopCounted
+from anabranch.operators.aggregate.collected import Registers, TopCounted
 from anabranch.operators.aggregate.merge import Merge
-from anabranch.operators.aggregate.sketches import Bitmaps, CountMin, Sketched, SketchKind
+
+
+class SketchKind(StrEnum):
+    """Which sketch the bytes are."""
+
+    HLL = "hll"
+    THETA_UNION = "theta union"
+    THETA_INTERSECTION = "theta intersection"
+    KLL_LONGS = "kll of longs"
+    KLL_DOUBLES = "kll of doubles"
+    KLL_FLOATS = "kll of floats"
+
 
 #: Spark's classes that make or merge KLL sketches, and of what.
 KLL = {
@@ -57,7 +75,7 @@ _KLL_LARGEST_K = 65_535
 
 
 def hll(call: Call) -> Parts:
-    mixed = catalyst.kind(call.function) == "HllUnionAgg" and bool(_constant(call, 1, False))
+    mixed = expressions.kind(call.function) == "HllUnionAgg" and bool(_constant(call, 1, False))
     return call.simple(Sketched(SketchKind.HLL, mixed=mixed))
 
 
@@ -70,7 +88,7 @@ def theta_intersection(call: Call) -> Parts:
 
 
 def kll(call: Call) -> Parts:
-    return call.simple(Sketched(KLL[catalyst.kind(call.function)]))
+    return call.simple(Sketched(KLL[expressions.kind(call.function)]))
 
 
 def count_min_sketch(call: Call) -> Parts:
@@ -86,7 +104,7 @@ def bitmap_intersection(call: Call) -> Parts:
 
 
 def approx_count_distinct(call: Call) -> Parts:
-    """HyperLogLog++ with Spark's own hash, registers and estimate; the state has the registers that are not zero."""
+    """Counts with HyperLogLog++, with Spark's own hash, registers and estimate; the state has no registers of zero."""
     call.require_binary_collation()
     deviation = call.function.relativeSD()
     bits = math.ceil(2.0 * math.log(1.106 / deviation) / math.log(2.0))
@@ -108,7 +126,7 @@ def approx_count_distinct(call: Call) -> Parts:
 
 
 def _highest(registers: Column) -> Column:
-    """Of the registers with one index that with the highest rank."""
+    """Keeps, of the registers with one index, that with the highest rank."""
 
     def kept(ordered: Column) -> Column:
         last = F.size(ordered) - 1
@@ -123,8 +141,7 @@ def _highest(registers: Column) -> Column:
 
 
 def _estimate(registers: Column, bits: int, deviation: float) -> Column:
-    """The estimate as Spark's HyperLogLogPlusPlusHelper takes it, with its tables of thresholds and biases."""
-    helpers = java_class("org.apache.spark.sql.catalyst.util.HyperLogLogPlusPlusHelper")
+    """Returns the estimate as Spark's HyperLogLogPlusPlusHelper takes it, with its tables of thresholds and biases."""
     size = 1 << bits
     alpha = {4: 0.673, 5: 0.697, 6: 0.709}.get(bits, 0.7213 / (1.0 + 1.079 / size))
     empty = (F.lit(size) - F.size(registers)).cast("double")
@@ -133,35 +150,21 @@ def _estimate(registers: Column, bits: int, deviation: float) -> Column:
     corrected = raw
     counts_linearly = raw <= 2.5 * size
     if bits < 19:
-        corrected = F.when(raw < 5.0 * size, raw - _bias(helpers(deviation), raw)).otherwise(raw)
+        corrected = F.when(raw < 5.0 * size, raw - expressions.hyperloglog_bias(raw, deviation)).otherwise(raw)
     linear = F.when(empty > 0, F.lit(float(size)) * F.log(F.lit(float(size)) / empty))
     if bits < 19:
-        counts_linearly = counts_linearly | (linear <= helpers.THRESHOLDS()[bits - 4])
+        counts_linearly = counts_linearly | (linear <= expressions.hyperloglog_threshold(bits))
     return F.floor(F.when((empty > 0) & counts_linearly, linear).otherwise(corrected) + 0.5)
 
 
-def _bias(helper: catalyst.Expression, raw: Column) -> Column:
-    """Spark's own table of biases, which is code and not an expression."""
-    object_type = java_class("org.apache.spark.sql.types.ObjectType")
-    target = java_class("org.apache.spark.sql.catalyst.expressions.Literal")(helper, object_type(helper.getClass()))
-    # Of an expression that is not analysed yet, such as a literal, Spark says that its type is void.
-    double = java_class("org.apache.spark.sql.types.DataTypes").DoubleType
-    return catalyst.column(
-        java_class("org.apache.spark.sql.catalyst.expressions.objects.Invoke")(
-            target, "estimateBias", double, catalyst.scala([catalyst.expression(raw)]), catalyst.scala([]),
-            True, True, True,
-        )
-    )  # fmt: skip
-
-
 def percentile_approx(call: Call) -> Parts:
-    """A KLL sketch of doubles, large enough for the accuracy that was asked for."""
+    """Keeps a KLL sketch of doubles, large enough for the accuracy that was asked for."""
     accuracy = int(_constant(call, 2, 10_000))
     size = min(_KLL_LARGEST_K, max(200, math.ceil((2.296 * accuracy) ** (1 / 0.9021))))
     kind = call.types[0]
     _check_number(call, kind)
     floating = isinstance(kind, FloatType | DoubleType)
-    percentages = catalyst.column(call.parameter(1))
+    percentages = expressions.column(call.parameter(1))
     several = isinstance(call.output, ArrayType)
 
     def partial(inputs: Columns) -> Column:
@@ -215,7 +218,7 @@ def _from_double(value: Column, kind: DataType) -> Column:
 
 
 def approx_top_k(call: Call) -> Parts:
-    """Of each epoch the most frequent values that Spark finds; of all epochs the most frequent of these."""
+    """Keeps the most frequent of the values that Spark finds to be the most frequent of an epoch."""
     call.require_binary_collation()
     wanted, capacity = _constant(call, 1, 5), _constant(call, 2, 10_000)
     entry = call.output.elementType if isinstance(call.output, ArrayType) else call.output
@@ -223,8 +226,8 @@ def approx_top_k(call: Call) -> Parts:
 
     def partial(inputs: Columns) -> Column:
         parts = [inputs[0], F.lit(capacity), F.lit(capacity)]
-        changed = catalyst.with_children(call.function, [catalyst.expression(part) for part in parts])
-        return F.struct(catalyst.aggregate(changed).alias("items"), F.lit(0).cast("long").alias("error"))
+        changed = expressions.with_children(call.function, [expressions.expression(part) for part in parts])
+        return F.struct(expressions.aggregate(changed).alias("items"), F.lit(0).cast("long").alias("error"))
 
     def finish(buffers: Columns) -> Column:
         items, error = buffers[0]["items"], buffers[0]["error"]
@@ -240,7 +243,123 @@ def approx_top_k(call: Call) -> Parts:
 
 
 def _constant(call: Call, position: int, default: int) -> int:
-    """The value of a constant argument."""
-    parts = catalyst.children(call.function)
+    """Returns the value of a constant argument."""
+    parts = expressions.children(call.function)
     value: int = parts[position].eval(None) if position < len(parts) else default
     return value
+
+
+@dataclass(frozen=True)
+class Sketched:
+    """Sketches as bytes. They are merged one by one: each is a data structure of its own, of up to a megabyte."""
+
+    kind: SketchKind
+    #: The binary logarithm of a theta sketch's nominal entries; of no meaning to others.
+    lg_k: int = 12
+    #: Whether HyperLogLog sketches of different sizes may meet.
+    mixed: bool = False
+
+    def merge(self, old: pa.Array, new: pa.Array) -> pa.Array:
+        import datasketches  # only where it is needed: loading it takes time
+
+        merge = self._merger(datasketches)
+        merged = [merge(a, b) for a, b in zip(old.to_pylist(), new.to_pylist(), strict=True)]
+        return pa.array(merged, old.type)
+
+    def _merger(self, library: Any) -> Callable[[bytes, bytes], bytes]:
+        match self.kind:
+            case SketchKind.HLL:
+                return lambda old, new: self._hll(library, old, new)
+            case SketchKind.THETA_UNION:
+                return lambda old, new: _theta(library, library.theta_union(self.lg_k), old, new)
+            case SketchKind.THETA_INTERSECTION:
+                return lambda old, new: _theta(library, library.theta_intersection(), old, new)
+            case SketchKind.KLL_LONGS:
+                return lambda old, new: _kll(library.kll_items_sketch, old, new, library.PyLongsSerDe())
+            case SketchKind.KLL_DOUBLES:
+                return lambda old, new: _kll(library.kll_doubles_sketch, old, new)
+            case SketchKind.KLL_FLOATS:
+                return lambda old, new: _kll(library.kll_floats_sketch, old, new)
+
+    def _hll(self, library: Any, old: bytes, new: bytes) -> bytes:
+        a, b = library.hll_sketch.deserialize(old), library.hll_sketch.deserialize(new)
+        if a.lg_config_k != b.lg_config_k and not self.mixed:
+            raise EpochError(
+                f"[HLL_UNION_DIFFERENT_LG_K] Sketches with lgConfigK {a.lg_config_k} and {b.lg_config_k} meet. Make "
+                "all of them with one, or pass allowDifferentLgConfigK=True to hll_union_agg."
+            )
+        union = library.hll_union(a.lg_config_k)
+        union.update(a)
+        union.update(b)
+        found: bytes = union.get_result(library.tgt_hll_type.HLL_8).serialize_updatable()
+        return found
+
+
+def _theta(library: Any, operation: Any, old: bytes, new: bytes) -> bytes:
+    for side in (old, new):
+        operation.update(library.compact_theta_sketch.deserialize(side))
+    found: bytes = operation.get_result().serialize()
+    return found
+
+
+def _kll(kind: Any, old: bytes, new: bytes, *item_format: Any) -> bytes:
+    a, b = kind.deserialize(old, *item_format), kind.deserialize(new, *item_format)
+    a.merge(b)
+    found: bytes = a.serialize(*item_format)
+    return found
+
+
+@dataclass(frozen=True)
+class CountMin:
+    """Spark's count-min sketches, all of one shape: counters are added up."""
+
+    #: Spark writes version, total, depth, width, then a hash seed for each row of counters, then the counters.
+    _TOTAL = slice(4, 12)
+    _DEPTH = slice(12, 16)
+    _HEAD = 20
+
+    def merge(self, old: pa.Array, new: pa.Array) -> pa.Array:
+        a, b = _matrix(old), _matrix(new)
+        if a is None or b is None or a.shape != b.shape:
+            raise EpochError("Count-min sketches of different shapes meet. Use one eps, confidence and seed for all.")
+        depth = int.from_bytes(a[0, self._DEPTH].tobytes(), "big") if len(a) else 0
+        counters = slice(self._HEAD + 8 * depth, None)
+        merged = a.copy()
+        for part in (self._TOTAL, counters):
+            total = _longs(a[:, part]) + _longs(b[:, part])
+            merged[:, part] = total.astype(">i8").view(np.uint8).reshape(len(a), -1)
+        return _as_binary(merged, old.type)
+
+
+@dataclass(frozen=True)
+class Bitmaps:
+    """Bitmaps of one length: all bits of both, or the bits that both have."""
+
+    union: bool
+
+    def merge(self, old: pa.Array, new: pa.Array) -> pa.Array:
+        a, b = _matrix(old), _matrix(new)
+        if a is None or b is None or a.shape != b.shape:
+            raise EpochError("Bitmaps of different lengths meet. Make all of them with bitmap_construct_agg.")
+        return _as_binary(a | b if self.union else a & b, old.type)
+
+
+def _matrix(values: pa.Array) -> npt.NDArray[np.uint8] | None:
+    """Binary values of one length as rows of bytes; None if they have several lengths."""
+    lengths = pc.binary_length(values).unique()
+    if len(lengths) != 1:
+        return None
+    offsets = np.frombuffer(values.buffers()[1], np.int32, 1, values.offset * 4)
+    width = lengths[0].as_py()
+    return np.frombuffer(values.buffers()[2], np.uint8, width * len(values), offsets[0]).reshape(len(values), width)
+
+
+def _longs(columns: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    return np.ascontiguousarray(columns).view(">i8").astype(np.int64)
+
+
+def _as_binary(rows: npt.NDArray[np.uint8], kind: pa.DataType) -> pa.Array:
+    width = rows.shape[1]
+    offsets = np.arange(len(rows) + 1, dtype=np.int64) * width
+    data = pa.py_buffer(np.ascontiguousarray(rows))
+    return pa.Array.from_buffers(pa.large_binary(), len(rows), [None, pa.py_buffer(offsets), data]).cast(kind)

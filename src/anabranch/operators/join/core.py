@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from anabranch.operators.join.pairs import MAX_PAIRS, Numbers, pairs_of
 from anabranch.operators.join.predicate import LEFT
 from anabranch.operators.join.sides import JoinType
 
+Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+#: Pairs at a time. One key with many rows on both sides makes very many pairs, of which a condition may keep few.
+MAX_PAIRS = 1 << 20
 #: Of pairs of row numbers, which satisfy the condition; None if all do.
 Condition = Callable[[Numbers, Numbers], Flags] | None
 
@@ -67,7 +69,7 @@ class JoinEpoch:
         self._matched_before = left.matched.copy(), right.matched.copy()
 
     def matches(self) -> Iterator[tuple[Numbers, Numbers]]:
-        """Pairs of row numbers that go out. Has to be exhausted before anything else is asked."""
+        """Gives pairs of row numbers that go out. Has to be exhausted before anything else is asked."""
         left, right = self._sides
         for lefts, rights in self._candidates():
             if self._condition is not None and len(lefts):
@@ -79,7 +81,7 @@ class JoinEpoch:
                 yield lefts, rights
 
     def first_matched(self) -> Numbers:
-        """Left rows that found their first match in this epoch."""
+        """Returns the left rows that found their first match in this epoch."""
         return np.flatnonzero(self._sides[LEFT].matched & ~self._matched_before[LEFT])
 
     def outcome(self, side: int) -> SideOutcome:
@@ -98,10 +100,35 @@ class JoinEpoch:
         )
 
     def _candidates(self) -> Iterator[tuple[Numbers, Numbers]]:
-        """Pairs with equal keys, of which at least one row is new."""
+        """Gives pairs with equal keys, of which at least one row is new."""
         left, right = self._sides
         for lefts, rights in pairs_of(left.keys[left.stored :], right.keys, self._keys, limit=self._limit):
             yield lefts + left.stored, rights
         old, new = left.keys[: left.stored], right.keys[right.stored :]
         for lefts, rights in pairs_of(old, new, self._keys, limit=self._limit):
             yield lefts, rights + right.stored
+
+
+def pairs_of(left: Numbers, right: Numbers, keys: int, *, limit: int = MAX_PAIRS) -> Iterator[tuple[Numbers, Numbers]]:
+    """Gives all pairs of positions in `left` and `right` that hold the same key; keys are numbers below `keys`.
+
+    A portion has at most `limit` pairs.
+    """
+    if not len(left) or not len(right):
+        return
+    order = np.argsort(right, kind="stable")
+    per_key = np.bincount(right, minlength=keys)
+    first_of_key = np.cumsum(per_key) - per_key
+    counts = per_key[left]
+    rows = np.flatnonzero(counts)
+    counts = counts[rows]
+    #: Pairs before those of each row.
+    before = np.concatenate(([0], np.cumsum(counts)))
+    for start in range(0, int(before[-1]), limit):
+        end = min(start + limit, int(before[-1]))
+        first, last = np.searchsorted(before, [start, end - 1], side="right") - 1
+        numbers = np.arange(first, last + 1)
+        sizes = np.minimum(before[numbers + 1], end) - np.maximum(before[numbers], start)
+        which = np.repeat(numbers, sizes)
+        within = np.arange(start, end) - before[which]
+        yield rows[which], order[first_of_key[left[rows[which]]] + within]

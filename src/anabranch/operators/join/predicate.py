@@ -18,7 +18,7 @@ LEFT, RIGHT = 0, 1
 
 
 @dataclass(frozen=True)
-class Place:
+class ColumnPlace:
     """Where a column of a side is held: in the join's key, or among the side's values."""
 
     key: bool
@@ -30,7 +30,7 @@ class Operand:
     """A column of one side."""
 
     side: int
-    place: Place
+    place: ColumnPlace
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A function of other terms; `option` is what the function needs to know besides."""
 
     function: str
@@ -49,7 +49,7 @@ class Call:
     option: Any = None
 
 
-Term = Operand | Constant | Call
+Term = Operand | Constant | FunctionCall
 #: Gives the values of an operand for the pairs in question.
 Columns = Callable[[Operand], pa.Array]
 #: An array or a scalar of Arrow's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from anabranch.operators.join.predicate import LEFT, RIGHT, Place
+from anabranch.operators.join.predicate import LEFT, RIGHT, ColumnPlace
 
 #: The state variables, by side.
 VARIABLES = ("left", "right")
@@ -30,7 +30,7 @@ class JoinType(Enum):
 class RowTime:
     """The time of a row: a column, or a field of it, such as a window's end."""
 
-    place: Place
+    place: ColumnPlace
     field: str
 
 
@@ -52,7 +52,7 @@ class Side:
     """One side of a join."""
 
     #: Where the columns are that go out, in the order of the user's columns.
-    columns: tuple[Place, ...]
+    columns: tuple[ColumnPlace, ...]
     #: For each column that is kept in the state besides the key, the user's or a computed one, its column in the task's
     #: input. At least one.
     slots: tuple[int, ...]

@@ -11,20 +11,14 @@ import pyarrow.compute as pc
 
 from anabranch.core.eventtime import EventTime
 from anabranch.core.requests import Expiry
-from anabranch.core.schemas import HASH, INDEX, OP, POSITION, Op, StageSpec
+from anabranch.core.schemas import INDEX, POSITION, Op, StageSpec
 from anabranch.engine.tasks import TaskEpoch
-from anabranch.operators.join.core import Condition, Flags, JoinEpoch, JoinRows, SideOutcome
-from anabranch.operators.join.pairs import Numbers
-from anabranch.operators.join.predicate import LEFT, RIGHT, Operand, Place, Term, holds
+from anabranch.operators.grouping import group_rows, rows_of_other_keys
+from anabranch.operators.join.core import Condition, Flags, JoinEpoch, JoinRows, Numbers, SideOutcome
+from anabranch.operators.join.predicate import LEFT, RIGHT, ColumnPlace, Operand, Term, holds
 from anabranch.operators.join.sides import VARIABLES, JoinType, RowTime, Side
-from anabranch.operators.process.grouping import group_rows
-from anabranch.operators.state import note_dropped
+from anabranch.operators.state import MAX_ROWS_PER_BATCH, as_changes, note_dropped
 from anabranch.wire.routed import Answers, RoutedState
-
-#: Rows of one batch that goes back to Spark.
-_MAX_ROWS_PER_BATCH = 65_536
-#: Stands for a row of the other side where there is none.
-_NONE = -1
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,9 @@ class JoinTask:
         for side, rows in ((LEFT, left), (RIGHT, right)):
             outcome = joining.outcome(side)
             output.append(self._alone(side, left, right, outcome.alone))
-            others = _of_other_keys(answers.expired.get(VARIABLES[side]), groups.keys)
+            expired = answers.expired.get(VARIABLES[side])
+            # The rows of the keys that were asked for have been read anyway.
+            others = None if expired is None or not len(expired) else rows_of_other_keys(expired, groups.keys)
             if others is not None and self.sides[side].unmatched_go_out:
                 unmatched = others.filter(pc.invert(others.columns[-1]))
                 output.append(self._alone_of_other_keys(side, unmatched))
@@ -69,10 +65,10 @@ class JoinTask:
                 changes[VARIABLES[side]] = table
         state.write(changes)
         for table in output:
-            yield from table.to_batches(_MAX_ROWS_PER_BATCH)
+            yield from table.to_batches(MAX_ROWS_PER_BATCH)
 
     def _timely(self, batches: Sequence[pa.RecordBatch], epoch: TaskEpoch) -> list[pa.RecordBatch]:
-        """Without the rows that come after the watermark has passed them."""
+        """Returns the rows without those that come after the watermark has passed them."""
         late_ms = epoch.late_watermark_ms
         if late_ms is None or not any(side.event_time for side in self.sides):
             return list(batches)
@@ -88,7 +84,7 @@ class JoinTask:
             timely.append(batch.filter(pa.array(~late)) if late.any() else batch)
         return timely
 
-    def _input_column(self, side: Side, place: Place) -> int:
+    def _input_column(self, side: Side, place: ColumnPlace) -> int:
         first_slot = 2 + len(self.spec.key)
         return 1 + place.position if place.key else first_slot + side.slots[place.position]
 
@@ -105,7 +101,7 @@ class JoinTask:
             expiries.append(Expiry(VARIABLES[number], name, time.field, up_to, whole=whole))
         return expiries
 
-    def _state_column(self, side: int, place: Place) -> str:
+    def _state_column(self, side: int, place: ColumnPlace) -> str:
         layout = self.spec.layouts[VARIABLES[side]]
         name: str = (layout.key if place.key else layout.value).names[place.position]
         return name
@@ -113,7 +109,7 @@ class JoinTask:
     def _rows(
         self, number: int, rows: pa.Table, key_of_row: Numbers, keys: pa.Table, answers: Answers, epoch: TaskEpoch
     ) -> _SideRows:
-        """The side's rows, stored and new."""
+        """Returns the side's rows, stored and new."""
         side, layout = self.sides[number], self.spec.layouts[VARIABLES[number]]
         schema = pa.schema(list(layout.value)[: len(side.slots)])
         new = hopeless = schema.empty_table()
@@ -175,7 +171,7 @@ class JoinTask:
         return satisfied
 
     def _joined(self, left: _SideRows, right: _SideRows, lefts: Numbers | None, rights: Numbers | None) -> pa.Table:
-        """Rows that go out: of each side those with these numbers, or nulls; of a semi join only the left columns."""
+        """Returns rows to give out: of each side those with these numbers, or nulls; left ones only of a semi join."""
         count = len(lefts if lefts is not None else rights if rights is not None else ())
         columns: list[pa.Array] = []
         for number, rows, numbers in ((LEFT, left, lefts), (RIGHT, right, rights)):
@@ -194,7 +190,7 @@ class JoinTask:
         )  # fmt: skip
 
     def _alone_of_other_keys(self, side: int, rows: pa.Table) -> pa.Table:
-        """Unmatched rows that are over, as they come from the state."""
+        """Returns unmatched rows that are over, as they come from the state."""
         layout = self.spec.layouts[VARIABLES[side]]
         width = len(layout.keys)
         held = _SideRows(
@@ -207,7 +203,7 @@ class JoinTask:
         return self._alone(side, held, held, np.arange(len(rows)))
 
     def _changes(self, number: int, rows: _SideRows, outcome: SideOutcome, others: pa.Table | None) -> pa.Table:
-        """What the epoch does to the state of a side."""
+        """Returns what the epoch does to the state of a side."""
         layout = self.spec.layouts[VARIABLES[number]]
         kept = outcome.kept
         positions = np.concatenate([rows.positions, np.empty(len(rows.key_of_row) - len(rows.positions), np.int64)])
@@ -222,8 +218,7 @@ class JoinTask:
             columns.append(pa.array(rows.joining.matched[changed]))
         tables = [pa.table(columns, schema=layout.changes)]
         if others is not None:
-            deletes = pa.array(np.full(len(others), Op.DELETE, dtype=np.int8))
-            tables.append(others.add_column(1, layout.changes.field(OP), deletes).cast(layout.changes))
+            tables.append(as_changes(others, Op.DELETE, layout))
         return pa.concat_tables(tables)
 
 
@@ -240,8 +235,8 @@ class _SideRows:
     hopeless: pa.Table
     joining: JoinRows = None  # type: ignore[assignment]
 
-    def column(self, place: Place, numbers: Numbers | None) -> pa.Array:
-        """The column for some of the rows, or for all."""
+    def column(self, place: ColumnPlace, numbers: Numbers | None) -> pa.Array:
+        """Returns the column for some of the rows, or for all."""
         if place.key:
             keys = self.key_of_row if numbers is None else self.key_of_row[numbers]
             return _whole(self.keys.column(1 + place.position)).take(pa.array(keys))
@@ -256,7 +251,7 @@ def _is_over(times: pa.Array, time: RowTime, up_to_us: int) -> Flags:
 
 
 def _next_positions(key_of_row: Numbers, stored_positions: Numbers, kept: Numbers) -> Numbers:
-    """Positions for the kept rows behind those of the stored rows of their keys. Kept rows of a key are neighbours."""
+    """Returns positions for the kept rows behind the stored rows of their keys. Kept rows of a key are neighbours."""
     if not len(kept):
         return np.empty(0, np.int64)
     keys = key_of_row[kept]
@@ -266,31 +261,6 @@ def _next_positions(key_of_row: Numbers, stored_positions: Numbers, kept: Number
     rank = np.arange(len(kept)) - np.repeat(starts, np.diff(np.append(starts, len(kept))))
     positions: Numbers = following[keys] + rank
     return positions
-
-
-def _of_other_keys(expired: pa.Table | None, keys: pa.Table) -> pa.Table | None:
-    """Rows that are due and whose key is not among these: the rows of these have been read anyway."""
-    if expired is None or not len(expired):
-        return None
-    if not len(keys):
-        return expired
-    doubtful = np.flatnonzero(np.isin(expired.column(HASH).to_numpy(), keys.column(HASH).to_numpy()))
-    if not len(doubtful):
-        return expired
-    suspects = expired.select(keys.schema.names).take(doubtful)
-    together = pa.concat_tables([keys, suspects])
-    origin = np.concatenate([np.full(len(keys), _NONE), doubtful])
-    groups = group_rows(together.append_column("origin", pa.array(origin)).combine_chunks().to_batches(), _key(keys))
-    origins = groups.rows.column("origin").to_numpy()
-    asked = np.minimum.reduceat(origins, groups.offsets[:-1]) == _NONE
-    ours = origins[np.repeat(asked, np.diff(groups.offsets))]
-    others = np.ones(len(expired), np.bool_)
-    others[ours[ours != _NONE]] = False
-    return expired.filter(pa.array(others))
-
-
-def _key(keys: pa.Table) -> pa.Schema:
-    return pa.schema(list(keys.schema)[1:])
 
 
 def _whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:

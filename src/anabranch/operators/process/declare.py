@@ -23,12 +23,11 @@ from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import GROUP, HASH, INDEX, OP, POSITION, StageSpec, VariableKind, VariableSpec
 from anabranch.operators.process.handles import BaseHandle, local_value_state
-from anabranch.operators.process.list_state import LocalListState
-from anabranch.operators.process.map_state import LocalMapState
 from anabranch.operators.process.program import TimeMode
+from anabranch.operators.process.state_variables import LocalListState, LocalMapState
 from anabranch.operators.process.timers import TIMERS, TIMERS_SPEC, LocalTimers
 from anabranch.operators.process.tuples import TupleCodec
-from anabranch.operators.process.variable import EXPIRY, Asked, Cursor, with_expiry
+from anabranch.operators.process.variable import EXPIRY, Cursor, StateRequest, with_expiry
 
 _OUTPUT_MODES = ("append", "update", "complete")
 _RESERVED = {HASH, GROUP, OP, POSITION, INDEX, EXPIRY}
@@ -57,7 +56,7 @@ class Declaration:
     #: State variables that it lets go of.
     deleted: frozenset[str]
     #: Those that it has, as it asked for them.
-    asked: Mapping[str, Asked]
+    asked: Mapping[str, StateRequest]
 
 
 def declare_state(
@@ -93,7 +92,7 @@ class _RecordingHandle(BaseHandle):
         super().__init__(stage, time_mode)
         self._tables = tables
         self.variables: dict[str, VariableSpec] = {}
-        self.asked: dict[str, Asked] = {}
+        self.asked: dict[str, StateRequest] = {}
         self.deleted: set[str] = set()
 
     def getValueState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ValueState:
@@ -151,7 +150,7 @@ class _RecordingHandle(BaseHandle):
         if variable.name in self.variables:
             raise self.unsupported(f"a second state variable {variable.name}", "Give each a name of its own")
         self.variables[variable.name] = variable if ttl_ms is None else with_expiry(variable)
-        self.asked[variable.name] = Asked(variable.kind, schemas, ttl_ms)
+        self.asked[variable.name] = StateRequest(variable.kind, schemas, ttl_ms)
         return variable
 
     def _fields(self, name: str, schema: StructType | str) -> pa.Schema:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql.streaming.stateful_processor import (
@@ -16,14 +16,16 @@ from pyspark.sql.streaming.stateful_processor import (
 from anabranch.core.errors import EpochError, UnsupportedError
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.engine.tables import TableRows
-from anabranch.operators.process.deleted import deleted_state
-from anabranch.operators.process.list_state import LocalListState
-from anabranch.operators.process.map_state import LocalMapState
 from anabranch.operators.process.program import TimeMode
+from anabranch.operators.process.state_variables import (
+    LocalListState,
+    LocalMapState,
+    LocalMutableValueState,
+    LocalValueState,
+)
 from anabranch.operators.process.timers import TIMERS, LocalTimers
 from anabranch.operators.process.tuples import TupleCodec, rows_by_key
-from anabranch.operators.process.value_state import LocalMutableValueState, LocalValueState
-from anabranch.operators.process.variable import Asked, Cursor, LocalVariable, has_expiry, without_expiry
+from anabranch.operators.process.variable import Cursor, LocalVariable, StateRequest, has_expiry, without_expiry
 
 Local = TypeVar("Local", LocalValueState, LocalListState, LocalMapState)
 
@@ -88,7 +90,7 @@ class LocalHandle(BaseHandle):
         spec: StageSpec,
         time_mode: TimeMode,
         tables: Mapping[str, TableRows] | None = None,
-        declared: Mapping[str, Asked] | None = None,
+        declared: Mapping[str, StateRequest] | None = None,
     ) -> None:
         super().__init__(spec.name, time_mode)
         self._tables = tables or {}
@@ -107,7 +109,7 @@ class LocalHandle(BaseHandle):
         self._open = True
         #: What init asked for when the query was built, and what it asks for here.
         self._asked_before = declared
-        self._asked: dict[str, Asked] = {}
+        self._asked: dict[str, StateRequest] = {}
 
     # The schemas were read when the query was built; in a task, nothing can parse a string of them.
 
@@ -148,7 +150,7 @@ class LocalHandle(BaseHandle):
             if now is None or before is None or name not in self.variables or not now.same_as(before):
                 raise self._changed(name, before, now)
 
-    def _changed(self, name: str, before: Asked | None, now: Asked | None) -> EpochError:
+    def _changed(self, name: str, before: StateRequest | None, now: StateRequest | None) -> EpochError:
         """Init asks for something else in a task than it did when the query was built."""
         if now is None:
             what = "was declared when the query was built, and init does not ask for it in a task"
@@ -180,7 +182,7 @@ class LocalHandle(BaseHandle):
                 f"Stage {self.stage}: the state variable {name} already exists. Give each a name of its own."
             )
         ttl_ms = self.checked_ttl(name, ttl_duration_ms)
-        self._asked[name] = Asked(kind, schemas, ttl_ms)
+        self._asked[name] = StateRequest(kind, schemas, ttl_ms)
         declared = self._declared.get(name)
         if declared is None or declared.kind is not kind or has_expiry(declared) != (ttl_ms is not None):
             # Deleted in init as well, if all is right.
@@ -196,3 +198,48 @@ def local_value_state(variable: VariableSpec, cursor: Cursor) -> LocalValueState
     """The state variable that suits its fields: copies are made only of what user code could change."""
     mutable = TupleCodec(variable.value, variable.name).copy is not None
     return (LocalMutableValueState if mutable else LocalValueState)(variable, cursor)
+
+
+_CLASSES: dict[VariableKind, Any] = {
+    VariableKind.VALUE: ValueState,
+    VariableKind.LIST: ListState,
+    VariableKind.MAP: MapState,
+}
+#: What Spark says it failed to do. Of lists, it says so of values.
+_TEXTS = {
+    "exists": "checking {kind} state exists",
+    "get": "getting {kind} state",
+    "update": "updating {kind} state",
+    "put": "updating {kind} state",
+    "append_value": "updating {kind} state",
+    "append_list": "updating {kind} state",
+    "clear": "clearing {kind} state",
+    "contains_key": "checking if {kind} state contains key",
+    "update_value": "updating {kind} state value",
+    "remove_key": "removing key from {kind} state",
+}
+
+
+def deleted_state(name: str, kind: VariableKind) -> Any:
+    """Spark's own class for the variable; whatever is asked of it is refused."""
+    return _CLASSES[kind](_Refusal(name, "map" if kind is VariableKind.MAP else "value"), name)
+
+
+class _Refusal:
+    """In place of the client by which Spark's state variables reach the state."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        self._name = name
+        self._kind = kind
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("__"):
+            raise AttributeError(method)
+        what = _TEXTS.get(method, "using {kind} state").format(kind=self._kind)
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise PySparkRuntimeError(
+                f"Error {what}: the state variable {self._name} was deleted in init. Use another."
+            )
+
+        return refuse

@@ -14,7 +14,7 @@ from pyspark.sql.types import StructType
 
 from anabranch.core.schemas import StageSpec
 from anabranch.engine.tables import TableRows
-from anabranch.operators.process.variable import Asked
+from anabranch.operators.process.variable import StateRequest
 
 #: The most rows in one output batch, and about as many rows of input at a time as Python objects.
 ROWS_MAX = 10_000
@@ -70,7 +70,7 @@ class Program:
     frames: FrameSettings = field(default_factory=FrameSettings)
     time_mode: TimeMode = TimeMode.NONE
     #: What init asked for when the query was built, by name; None if that is not known.
-    asked: Mapping[str, Asked] | None = None
+    asked: Mapping[str, StateRequest] | None = None
     #: How many state variables init deletes.
     deleted_variables: int = 0
     #: Broadcast tables by name, as of the epoch.

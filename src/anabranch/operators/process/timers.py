@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyspark.errors import PySparkTypeError
 
 from anabranch.core.schemas import Op, VariableKind, VariableSpec
-from anabranch.operators.process.variable import Changes, Cursor, Entries, OutOfTurn
+from anabranch.operators.process.variable import NO_ENTRIES, Cursor, OutOfTurn, WindowChanges, WindowEntries
 
 #: The name of the state variable.
 TIMERS = "_timers"
@@ -30,7 +30,7 @@ class LocalTimers:
         #: By position of the key: its timers, once used.
         self._sets: Any = OutOfTurn(TIMERS, timers=True)
         self._changed: set[int] = set()
-        self._entries: Entries | None = None
+        self._entries = NO_ENTRIES
         self._stored: npt.NDArray[np.int64] = np.empty(0, np.int64)
         #: The same as a list, and where the timers of each key begin in it, once used.
         self._times: list[int] = []
@@ -70,7 +70,6 @@ class LocalTimers:
 
     def due(self, up_to_ms: int) -> list[tuple[int, int]]:
         """What is due now in the whole window: times and positions of keys, the earliest first."""
-        assert self._entries is not None
         owners = self._entries.owners
         chosen = self._stored <= up_to_ms
         if self._changed:
@@ -83,21 +82,19 @@ class LocalTimers:
 
     def _load(self, key: int) -> set[int]:
         """The timers of a key that has not been used yet."""
-        assert self._entries is not None
         if self._bounds is None:
             self._bounds, self._times = self._entries.bounds(), self._stored.tolist()
         timers = self._sets[key] = set(self._times[self._bounds[key] : self._bounds[key + 1]])
         return timers
 
-    def begin(self, entries: Entries) -> None:
+    def begin(self, entries: WindowEntries) -> None:
         self._entries = entries
         self._stored = entries.columns[0].to_numpy(zero_copy_only=False)
         self._sets, self._changed, self._bounds = {}, set(), None
 
-    def end(self) -> Changes | None:
-        assert self._entries is not None
+    def end(self) -> WindowChanges | None:
         entries, stored, sets = self._entries, self._stored, self._sets
-        self._entries, self._sets = None, OutOfTurn(TIMERS, timers=True)
+        self._entries, self._sets = NO_ENTRIES, OutOfTurn(TIMERS, timers=True)
         changed = sorted(self._changed)
         if not changed:
             return None
@@ -119,7 +116,7 @@ class LocalTimers:
         kept[:-1] &= ~again
         if not kept.any():
             return None
-        return Changes(owners[kept], ops[kept], [pa.array(times[kept])])
+        return WindowChanges(owners[kept], ops[kept], [pa.array(times[kept])])
 
 
 def _moment(expiry_ms: Any) -> int:

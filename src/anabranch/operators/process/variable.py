@@ -22,7 +22,7 @@ EXPIRY = "_expiry_ms"
 
 
 @dataclass(frozen=True)
-class Asked:
+class StateRequest:
     """What init asks for under a name, as it says it: in a task, nothing can parse the text of a schema."""
 
     kind: VariableKind
@@ -30,7 +30,7 @@ class Asked:
     schemas: tuple[str | StructType, ...]
     ttl_ms: int | None = None
 
-    def same_as(self, other: Asked) -> bool:
+    def same_as(self, other: StateRequest) -> bool:
         mine, others = ([_without_spaces(schema) for schema in each.schemas] for each in (self, other))
         return (self.kind, self.ttl_ms) == (other.kind, other.ttl_ms) and mine == others
 
@@ -70,7 +70,7 @@ class Cursor:
 
 
 @dataclass(frozen=True)
-class Entries:
+class WindowEntries:
     """What is stored in one state variable for the keys of a window."""
 
     #: How many keys the window has.
@@ -87,8 +87,12 @@ class Entries:
         return np.searchsorted(self.owners, np.arange(self.keys + 1)).tolist()  # type: ignore[no-any-return]
 
 
+#: What a state variable has while no window is open.
+NO_ENTRIES = WindowEntries(0, np.empty(0, np.int64), [])
+
+
 @dataclass(frozen=True)
-class Changes:
+class WindowChanges:
     """What changed in one state variable for the keys of a window."""
 
     #: For each change the position of its key.
@@ -104,11 +108,11 @@ class LocalVariable(Protocol):
     @property
     def variable(self) -> VariableSpec: ...
 
-    def begin(self, entries: Entries) -> None:
+    def begin(self, entries: WindowEntries) -> None:
         """Opens a window of keys."""
         ...
 
-    def end(self) -> Changes | None:
+    def end(self) -> WindowChanges | None:
         """Closes the window. Until the next one begins, no key is current and user code is refused."""
         ...
 

@@ -1,7 +1,8 @@
-"""What a task does with its partition: one call of the user's function, on columns."""
+"""The stage of a vectorised processor: one call of the user's function per task, on columns."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,20 +12,130 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark import cloudpickle
+from pyspark.sql import Column, DataFrame
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructField, StructType
 
-from anabranch.core.errors import EpochError
-from anabranch.core.schemas import INDEX, Op, StageSpec
+from anabranch.core.errors import EpochError, UnsupportedError
+from anabranch.core.schemas import INDEX, OPERATOR, Op, StageSpec, VariableKind, VariableSpec
+from anabranch.engine.batches import Batch
+from anabranch.engine.stages import EpochContext
 from anabranch.engine.tables import SharedTable
-from anabranch.engine.tasks import TaskEpoch
-from anabranch.operators.process.grouping import Groups, group_rows
-from anabranch.operators.state import StageState
+from anabranch.engine.tasks import TaskEpoch, place, run_in_tasks
+from anabranch.operators.grouping import Groups, group_rows
+from anabranch.operators.keys import RESERVED, arrow_schema, check_key_fields, key_names, with_keys
+from anabranch.operators.stage import KeyedStage, StageName
+from anabranch.operators.state import MAX_ROWS_PER_BATCH, StageState
 from anabranch.operators.usercode import user_traceback
+from anabranch.wire.routed import StageAccess
+
+
+@dataclass(frozen=True)
+class VectorisedStage(KeyedStage):
+    """groupBy(keys).processInArrow(function) or processInPandas(function)."""
+
+    spec: StageSpec
+    parallelism: int | None
+    #: Expressions of the key columns; bound to the stage's input.
+    key_columns: tuple[Column, ...]
+    key_fields: tuple[StructField, ...]
+    process: Process
+    output: StructType
+    pandas: bool
+    #: The broadcast tables that the function takes.
+    tables: tuple[str, ...] = ()
+
+    def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
+        del side, carry
+        return with_keys(rows, self.key_columns, self.key_fields)
+
+    def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
+        tables: dict[str, SharedTable] = {}
+        if context.tables is not None:
+            tables = {name: context.tables.shared(rows.sparkSession, name) for name in self.tables}
+        return run_in_tasks(
+            place(rows, key_names(len(self.key_fields)), access), access, self._task(tables), self.output
+        )
+
+    def apply_to_batch(self, rows: DataFrame, batch: Batch) -> DataFrame:
+        """Returns the result on all rows at once, without any state before."""
+        return batch.run(rows, key_names(len(self.key_fields)), self._task({}), self.output)
+
+    def _task(self, tables: Mapping[str, SharedTable]) -> VectorisedTask:
+        output = to_arrow_schema(self.output, timezone="UTC")
+        return VectorisedTask(self.spec, self.process, output, self.pandas, tables)
+
+
+def build_vectorised(
+    name: StageName,
+    rows: DataFrame,
+    keys: Sequence[Column],
+    process: Process,
+    output: StructType | str,
+    state: StructType | str,
+    *,
+    pandas: bool,
+    tables: Sequence[str] = (),
+) -> tuple[VectorisedStage, DataFrame]:
+    """Makes the stage, and an empty DataFrame with the schema of its result."""
+    method = "processInPandas" if pandas else "processInArrow"
+    if not keys:
+        raise UnsupportedError(f"{method} needs a key: groupBy(column, …).{method}(…).")
+    if not callable(process):
+        raise UnsupportedError(f"{method} needs a function of (keys, rows, state), not a {type(process).__name__}.")
+    try:
+        cloudpickle.dumps(process)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise UnsupportedError(
+            f"{method}: the function cannot be sent to tasks: {error}. Make connections and locks inside it."
+        ) from error
+    key_fields = rows.select(*keys).schema.fields
+    check_key_fields(key_fields)
+    if KEY in rows.columns:
+        raise UnsupportedError(f"The input has a column {KEY!r}, a name that {method} uses itself. Rename it.")
+    spark = rows.sparkSession
+    sample = spark.createDataFrame([], output)
+    fields = spark.createDataFrame([], state).schema.fields
+    if not fields or {field.name for field in fields} & RESERVED:
+        raise UnsupportedError(f"{method}: the state needs fields, other than {', '.join(sorted(RESERVED))}.")
+    spec = StageSpec(
+        number=name.number,
+        name=name.name,
+        key=arrow_schema(key_fields),
+        variables=(VariableSpec(VARIABLE, VariableKind.VALUE, arrow_schema(fields)),),
+        # The state of both forms is the same.
+        traits={OPERATOR: "processInArrow"},
+    )
+    stage = VectorisedStage(
+        spec,
+        name.parallelism,
+        tuple(keys),
+        tuple(key_fields),
+        process,
+        sample.schema,
+        pandas,
+        tables=_taken(process, tables),
+    )
+    return stage, sample
+
+
+def _taken(process: Process, tables: Sequence[str]) -> tuple[str, ...]:
+    """Returns those of the broadcast tables that the function has a parameter for."""
+    try:
+        parameters = inspect.signature(process).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return tuple(tables)
+    names = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
+    return tuple(name for name in tables if name in names)
+
 
 #: The state variable of a vectorised processor.
 VARIABLE = "state"
 #: In front of the rows that the function gets: the position of the row's key in the keys.
 KEY = "_key"
-_MAX_ROWS_PER_BATCH = 65_536
 _NULLABLE = {
     pa.int8(): pd.Int8Dtype(),
     pa.int16(): pd.Int16Dtype(),
@@ -38,7 +149,7 @@ Process = Callable[..., tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class VectorisedTask:
-    """Travels to the tasks."""
+    """What a task does with its partition: read the state of all keys, call the function, write and give out."""
 
     spec: StageSpec
     process: Process
@@ -59,10 +170,10 @@ class VectorisedTask:
         had, before = self._aligned(stored, len(groups.keys))
         rows, after = self._call(groups, before)
         state.write({VARIABLE: self._changes(groups.keys, had, before, after)})
-        yield from rows.combine_chunks().to_batches(_MAX_ROWS_PER_BATCH)
+        yield from rows.combine_chunks().to_batches(MAX_ROWS_PER_BATCH)
 
     def _aligned(self, stored: pa.Table, keys: int) -> tuple[npt.NDArray[np.bool_], pa.Table]:
-        """Which keys have state, and the state of each, null where there is none."""
+        """Returns which keys have state, and the state of each, null where there is none."""
         positions = np.full(keys, -1, dtype=np.int64)
         positions[stored.column(INDEX).to_numpy()] = np.arange(len(stored))
         rows = stored.drop_columns([INDEX]).rename_columns(self._state.names)
@@ -132,7 +243,7 @@ class VectorisedTask:
 
 
 def _differ(old: pa.ChunkedArray, new: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
-    """For each row whether two columns differ; columns that Arrow does not compare count as different."""
+    """Tells for each row whether two columns differ; columns that Arrow does not compare count as different."""
     if pa.types.is_nested(old.type):
         return np.ones(len(old), np.bool_)
     differ = pc.fill_null(pc.not_equal(old, new), False).to_numpy()

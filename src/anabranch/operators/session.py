@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
-from anabranch.core.eventtime import EventTime
+from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber
 from anabranch.core.requests import Expiry
-from anabranch.core.schemas import HASH, INDEX, Layout, Op, StageSpec
+from anabranch.core.schemas import HASH, INDEX, OPERATOR, Layout, StageSpec, VariableKind, VariableSpec
 from anabranch.engine.late import LateKind, carried_columns, time_type
 from anabranch.engine.stages import EpochContext, StageClock
 from anabranch.engine.tasks import PARTITION, TaskEpoch, place, run_in_tasks
-from anabranch.operators.aggregate.stage import (
-    MAX_ROWS_PER_BATCH,
-    AggregateStage,
-    Merges,
-    as_changes,
-    merge_buffers,
-    merges_of,
-)
-from anabranch.operators.keys import key_name
-from anabranch.operators.matching import rows_of_other_keys
-from anabranch.operators.process.grouping import Groups, group_rows
-from anabranch.operators.session.intervals import Flags, Numbers, Sessions, reduced, united
+from anabranch.operators.aggregate.stage import AggregateStage, Merges, merge_buffers, merges_of
+from anabranch.operators.grouping import Groups, group_rows, rows_of_other_keys
+from anabranch.operators.keys import arrow_schema, key_name, key_names
+from anabranch.operators.stage import KeyedStage
+from anabranch.operators.state import MAX_ROWS_PER_BATCH, note_dropped, state_rows_of, timely_rows, write_changes
 from anabranch.wire.routed import RoutedState, StageAccess
 
+Numbers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 #: The state variable of a session stage: of each key its sessions, by their start.
 VARIABLE = "sessions"
+#: Spark's mark of a column with sessions.
+_SESSION = "spark.sessionWindow"
 _START, _END = "_start", "_end"
 
 
 @dataclass(frozen=True)
-class SessionStage:
+class SessionStage(KeyedStage):
     """groupBy(session_window(...), keys).agg(functions)."""
 
     #: The aggregation by all keys, the session among them: what it computes and what it shows.
@@ -49,8 +46,6 @@ class SessionStage:
     spec: StageSpec
     #: Which of its keys is the session.
     position: int
-
-    output_delay_ms: ClassVar[int] = 0
 
     @property
     def parallelism(self) -> int | None:
@@ -84,10 +79,6 @@ class SessionStage:
         kind = time_type(self.whole.key_fields[self.position].dataType, "end")
         return (LateKind(_END, "", kind, carried_columns(arriving)),)
 
-    def variant(self, context: EpochContext) -> str:
-        del context
-        return "sessions"
-
     def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
         whole = self.whole
         keys = [PARTITION, HASH, *self._key_names, _START, _END]
@@ -104,14 +95,14 @@ class SessionStage:
         return whole.finished(run_in_tasks(partials, access, task, whole.task_schema))
 
     def present(self, variable: str, state: DataFrame) -> DataFrame:
-        """The state as the query's result would show it."""
+        """Returns the state as the query's result would show it."""
         del variable
         named = state.toDF(HASH, *self._key_names, "start", "end", *self.whole.buffer_names)
         return named.withColumn(key_name(self.position), F.struct("start", "end")).select(*self.whole.results)
 
     @cached_property
     def _key_names(self) -> list[str]:
-        return [key_name(i) for i in range(len(self.whole.key_fields)) if i != self.position]
+        return [name for i, name in enumerate(key_names(len(self.whole.key_fields))) if i != self.position]
 
 
 @dataclass(frozen=True)
@@ -131,28 +122,24 @@ class _SessionTask:
         self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
     ) -> Iterator[pa.RecordBatch]:
         layout = self.spec.layouts[VARIABLE]
-        partials = pa.Table.from_batches(batches).combine_chunks() if batches else layout.rows.empty_table()
-        partials = partials.rename_columns(layout.rows.names).cast(layout.rows)
-        end = EventTime(layout.value.names[0], "")
-        if self.has_watermark and epoch.late_watermark_ms is not None:
+        timely = list(batches)
+        if self.has_watermark:
             # Before anything is united: a late row does not get in because it touches a session that is not over.
-            timely = partials.filter(pc.invert(end.is_over(partials, epoch.late_watermark_ms * 1000)))
-            state.note_late(len(partials) - len(timely))
-            partials = timely
-        groups = group_rows(partials.to_batches(), self.spec.key)
+            timely = timely_rows(batches, (2 + len(self.spec.key), ""), epoch.late_watermark_ms)
+            note_dropped(state, batches, timely)
+        groups = group_rows(state_rows_of(timely, layout).to_batches(), self.spec.key)
         up_to = None if epoch.watermark_ms is None else epoch.watermark_ms * 1000
         expiries = []
         if self.has_watermark and up_to is not None and not self.complete:
-            expiries.append(Expiry(VARIABLE, end.column, end.field, up_to))
+            expiries.append(Expiry(VARIABLE, layout.value.names[0], "", up_to))
         answers = state.ask(groups.keys, rest=self.complete, expiries=expiries)
         known = _Known(layout, groups, answers.found.get(VARIABLE))
         sessions = united(known.owners, known.starts, known.ends, known.stored.astype(np.int64) * -1)
         rows = self._rows(layout, known, sessions)
         is_over = sessions.ends <= up_to if expiries and up_to is not None else np.zeros(len(rows), np.bool_)
         others = rows_of_other_keys(answers.expired.get(VARIABLE, layout.rows.empty_table()), groups.keys)
-        changes = [as_changes(others, Op.DELETE, layout.changes), *known.changes(rows, sessions, is_over)]
-        changed = pa.concat_tables(changes)
-        state.write({VARIABLE: changed} if len(changed) else {})
+        puts, removed = known.changes(rows, sessions, is_over)
+        write_changes(state, layout, puts=[puts], deletes=[others, removed])
         if self.complete:
             outputs = [rows, answers.rest.get(VARIABLE, layout.rows.empty_table())]
         else:
@@ -161,7 +148,7 @@ class _SessionTask:
             yield from self._shown(table).to_batches(MAX_ROWS_PER_BATCH)
 
     def _rows(self, layout: Layout, known: _Known, sessions: Sessions) -> pa.Table:
-        """The sessions as rows of state."""
+        """Returns the sessions as rows of state."""
 
         def merge(earlier: Sequence[pa.Array], later: Sequence[pa.Array]) -> Sequence[pa.Array]:
             return merge_buffers(self.merges, earlier, later, ansi=self.ansi)
@@ -175,7 +162,7 @@ class _SessionTask:
         return pa.table([*keys.columns, *times, *merged], schema=layout.rows)
 
     def _shown(self, rows: pa.Table) -> pa.Table:
-        """Keys, the session among them where the user has put it, and partial aggregates."""
+        """Returns keys, the session among them where the user has put it, and partial aggregates."""
         count = len(self.spec.key)
         _, *columns = (column.combine_chunks() for column in rows.columns)
         keys, (start, end), buffers = columns[:count], columns[count : count + 2], columns[count + 2 :]
@@ -201,8 +188,8 @@ class _Known:
         #: The partial aggregates.
         self.values = whole.select(list(range(2, whole.num_columns)))
 
-    def changes(self, rows: pa.Table, sessions: Sessions, is_over: Flags) -> list[pa.Table]:
-        """From the stored sessions to the united ones that are not over."""
+    def changes(self, rows: pa.Table, sessions: Sessions, is_over: Flags) -> tuple[pa.Table, pa.Table]:
+        """Returns what to put and what to delete, from the stored sessions to the united ones that are not over."""
         layout = self._layout
         changed = sessions.any_of(~self.stored)
         puts = rows.filter(pa.array(changed & ~is_over))
@@ -212,9 +199,128 @@ class _Known:
         gone = np.flatnonzero(self.stored & (swallowed | is_over[of]))
         keys = self.keys.take(pa.array(self.owners[gone]))
         removed = pa.table([*keys.columns, *self._entries.take(pa.array(gone)).columns], schema=layout.rows)
-        return [as_changes(puts, Op.PUT, layout.changes), as_changes(removed, Op.DELETE, layout.changes)]
+        return puts, removed
 
 
 def _micros(column: pa.ChunkedArray) -> Numbers:
     micros: Numbers = column.cast(pa.int64()).to_numpy()
     return micros
+
+
+#: Merges two rows of partial aggregates, for many rows at a time: columns of the earlier ones, and of the later ones.
+MergePairs = Callable[[Sequence[pa.Array], Sequence[pa.Array]], Sequence[pa.Array]]
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """Intervals of several owners, put into an order in which those that make up a session are neighbours."""
+
+    #: From the order of the sessions to that of the intervals as they were given.
+    order: Numbers
+    #: Session i is made of the intervals from offsets[i] to offsets[i + 1] in that order.
+    offsets: Numbers
+    owners: Numbers
+    starts: Numbers
+    ends: Numbers
+
+    def any_of(self, flags: Flags) -> Flags:
+        """Tells for each session whether any of its intervals has the flag."""
+        if not len(self.owners):
+            return np.zeros(0, np.bool_)
+        any_flag: Flags = np.logical_or.reduceat(flags[self.order], self.offsets[:-1])
+        return any_flag
+
+    def of_intervals(self) -> Numbers:
+        """Returns for each interval, as they were given, the number of its session."""
+        numbers = np.empty(len(self.order), np.int64)
+        numbers[self.order] = np.repeat(np.arange(len(self.owners)), np.diff(self.offsets))
+        return numbers
+
+
+def united(owners: Numbers, starts: Numbers, ends: Numbers, ranks: Numbers) -> Sessions:
+    """Makes a session of all intervals of an owner that overlap or touch. Of equal starts, the lower rank is first."""
+    order = np.lexsort((ranks, starts, owners))
+    owner, start, end = owners[order], starts[order], ends[order]
+    count = len(order)
+    if not count:
+        return Sessions(order, np.zeros(1, np.int64), owner, start, end)
+    # The latest end so far, of each owner: ends by their rank, so that owners can be told apart in one number.
+    sorted_ends, rank = np.unique(end, return_inverse=True)
+    numbers = np.concatenate(([0], np.cumsum(owner[1:] != owner[:-1])))
+    latest_rank = np.maximum.accumulate(numbers * count + rank) - numbers * count
+    latest = sorted_ends[latest_rank]
+    begins = np.ones(count, np.bool_)
+    begins[1:] = (owner[1:] != owner[:-1]) | (start[1:] > latest[:-1])
+    firsts = np.flatnonzero(begins)
+    offsets = np.concatenate((firsts, [count])).astype(np.int64)
+    return Sessions(order, offsets, owner[firsts], start[firsts], latest[offsets[1:] - 1])
+
+
+def reduced(columns: Sequence[pa.Array], offsets: Numbers, merge: MergePairs) -> list[pa.Array]:
+    """Makes one row of each run of rows: neighbours are merged in pairs, in as many rounds as the longest run needs."""
+    lengths = np.diff(offsets)
+    runs = np.arange(len(lengths))
+    finished: list[Sequence[pa.Array]] = []
+    finished_runs: list[Numbers] = []
+    while True:
+        is_single = lengths == 1
+        starts = np.concatenate(([0], np.cumsum(lengths)))[:-1]
+        finished.append([column.take(pa.array(starts[is_single])) for column in columns])
+        finished_runs.append(runs[is_single])
+        if is_single.all():
+            break
+        runs, starts, lengths = runs[~is_single], starts[~is_single], lengths[~is_single]
+        halves = (lengths + 1) // 2
+        position = np.arange(halves.sum()) - np.repeat(np.cumsum(halves) - halves, halves)
+        left = np.repeat(starts, halves) + 2 * position
+        paired = 2 * position + 1 < np.repeat(lengths, halves)
+        merged = merge(
+            [column.take(pa.array(left[paired])) for column in columns],
+            [column.take(pa.array(left[paired] + 1)) for column in columns],
+        )
+        alone = [column.take(pa.array(left[~paired])) for column in columns]
+        back = np.argsort(np.concatenate((np.flatnonzero(paired), np.flatnonzero(~paired))), kind="stable")
+        columns = [
+            pa.concat_arrays([one, other]).take(pa.array(back)) for one, other in zip(merged, alone, strict=True)
+        ]
+        lengths = halves
+    back = np.argsort(np.concatenate(finished_runs), kind="stable")
+    return [pa.concat_arrays(list(parts)).take(pa.array(back)) for parts in zip(*finished, strict=True)]
+
+
+def session_key(rows: DataFrame, keys: Sequence[Column]) -> int | None:
+    """Returns which of the keys is a session window."""
+    if not keys:
+        return None
+    fields = rows.groupBy(*keys).agg(F.count(F.lit(1))).schema.fields[: len(keys)]
+    return next((i for i, field in enumerate(fields) if _SESSION in (field.metadata or {})), None)
+
+
+def build_session(whole: AggregateStage, position: int) -> SessionStage:
+    """Makes the stage, from the aggregation by all keys, of which one is the session."""
+    if len(whole.key_fields) == 1:
+        raise UnsupportedError(
+            "A session window needs another key beside it, as in Spark: sessions are those of a user, a device, … "
+            "Group by a constant, F.lit(0).alias('all'), for the sessions of everything."
+        )
+    if whole.event_time is not None and whole.event_time[0] != position:
+        field = whole.key_fields[whole.event_time[0]]
+        raise UnsupportedError(
+            f"The key column {field.name!r} has a watermark, and the session window beside it has none. "
+            "Make the session window of the column with the watermark."
+        )
+    session = whole.key_fields[position].dataType
+    assert isinstance(session, StructType)
+    start, end = arrow_schema(session.fields)
+    (buffers,) = whole.spec.variables
+    key = pa.schema([field for i, field in enumerate(whole.spec.key) if i != position])
+    spec = StageSpec(
+        number=whole.spec.number,
+        name=whole.spec.name,
+        key=key,
+        variables=(
+            VariableSpec(VARIABLE, VariableKind.MAP, pa.schema([end, *buffers.value]), map_key=pa.schema([start])),
+        ),
+        traits={OPERATOR: "aggregation by session windows"},
+    )
+    return SessionStage(whole, spec, position)

@@ -144,7 +144,7 @@ def _differs(left: pa.Array, right: pa.Array) -> Flags:
 
 
 def find_keys(keys: pa.Table, wanted: pa.Table) -> Numbers:
-    """For each wanted key its row among distinct keys, or -1. Both have HASH and the key fields."""
+    """Returns for each wanted key its row among distinct keys, or -1. Both have HASH and the key fields."""
     if not keys.num_rows or not wanted.num_rows:
         return np.full(wanted.num_rows, -1, np.int64)
     hashes = keys.column(0).to_numpy()
@@ -162,6 +162,11 @@ def find_keys(keys: pa.Table, wanted: pa.Table) -> Numbers:
         odd = candidates[differs]
         found[odd] = [numbers.get(frozen(key), -1) for key in _tuples(wanted.take(odd))]
     return found
+
+
+def rows_of_other_keys(rows: pa.Table, keys: pa.Table) -> pa.Table:
+    """Returns the rows whose key is not among these distinct keys. Both have HASH and the key fields."""
+    return rows.filter(pa.array(find_keys(keys, rows.select(keys.column_names)) < 0))
 
 
 def _tuples(keys: pa.Table) -> Iterator[tuple[object, ...]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from pyspark.sql.streaming.stateful_processor import (
     ExpiredTimerInfo,
@@ -16,7 +17,11 @@ from pyspark.sql.streaming.stateful_processor import (
 )
 from pyspark.sql.types import StructType
 
+from anabranch.operators.process.frames import FrameRunner, scalar_keys
 from anabranch.operators.process.program import Program
+from anabranch.operators.process.task import DueTimer, Key, run_task
+from anabranch.operators.process.timers import LocalTimers
+from anabranch.operators.state import StageState
 
 #: The state variable.
 STATE = "state"
@@ -121,3 +126,35 @@ class GroupProgram(Program):
         """A key times out after its time, not at it."""
         up_to_ms = super().due_up_to_ms(times)
         return None if up_to_ms is None else up_to_ms - 1
+
+
+def run_groups(
+    batches: Iterable[pa.RecordBatch],
+    program: Program,
+    state: StageState,
+    timers: TimerValues | None = None,
+    initial: Iterable[pa.RecordBatch] = (),
+) -> Iterator[pa.RecordBatch]:
+    """Gives the output of one task whose function takes and yields pandas DataFrames, and keeps a GroupState."""
+    return run_task(batches, program, state, timers, _GroupRunner, initial)
+
+
+class _GroupRunner(FrameRunner):
+    """Keys are what a Series of them has, with rows and without. Time-outs are ended by the calls, not after them."""
+
+    def row_keys(self, keys: pa.Table) -> list[Key]:
+        return scalar_keys(keys, self.program.frames)
+
+    def timer_keys(self, keys: pa.Table) -> list[Key]:
+        return scalar_keys(keys, self.program.frames)
+
+    def expire(self, due: Iterator[DueTimer], timers: LocalTimers) -> Iterator[pa.RecordBatch]:
+        del timers
+        return super().expire(due, _Lasting(self.cursor))
+
+
+class _Lasting(LocalTimers):
+    """A timer that has fired stays, unless the call that it led to has deleted it."""
+
+    def delete(self, expiryTimestampMs: int) -> None:
+        """Leaves the timer: the runner does not delete it here."""

@@ -1,10 +1,10 @@
-"""The de-duplicating stage: a row goes out if its key is not in the state, and its key comes into the state."""
+"""The de-duplicating stage: of all rows with the same key only the first goes out; the state has the keys seen."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -12,20 +12,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import DataType, DoubleType, FloatType, StructField, StructType
+from pyspark.sql.types import DataType, DoubleType, FloatType, StructField, StructType, TimestampNTZType, TimestampType
 
+from anabranch.core.errors import UnsupportedError
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.requests import Expiry
-from anabranch.core.schemas import HASH, INDEX, Layout, Op, StageSpec
+from anabranch.core.schemas import INDEX, OPERATOR, Layout, StageSpec, VariableKind, VariableSpec
 from anabranch.engine.late import LateKind, time_type
+from anabranch.engine.spark.expressions import WATERMARK, compared_columns
 from anabranch.engine.stages import EpochContext, StageClock
 from anabranch.engine.tasks import TaskEpoch, place, run_in_tasks
-from anabranch.operators.aggregate.stage import MAX_ROWS_PER_BATCH, as_changes
-from anabranch.operators.keys import key_name, nullable_field
-from anabranch.operators.matching import rows_of_other_keys
-from anabranch.operators.process.grouping import Groups, group_rows
-from anabranch.operators.state import note_dropped
+from anabranch.operators.grouping import Groups, group_rows, rows_of_other_keys
+from anabranch.operators.keys import arrow_schema, check_key_fields, key_name, key_names, normalised, nullable_field
+from anabranch.operators.stage import KeyedStage, StageName, watermarked
+from anabranch.operators.state import MAX_ROWS_PER_BATCH, note_dropped, timely_rows, write_changes
 from anabranch.wire.routed import Answers, RoutedState, StageAccess
 
 #: The state variable of the stage: the keys that have been seen.
@@ -55,7 +56,10 @@ class DedupTask:
         self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
     ) -> Iterator[pa.RecordBatch]:
         layout = self.spec.layouts[VARIABLE]
-        timely = self._in_time(batches, epoch)
+        timely = list(batches)
+        if self.event_time is not None:
+            position, field = self.event_time
+            timely = timely_rows(batches, (1 + position, field), epoch.late_watermark_ms)
         note_dropped(state, batches, timely)
         groups = group_rows(timely, self.spec.key)
         expiry = self._expiry(layout, epoch)
@@ -72,27 +76,13 @@ class DedupTask:
         gone = rows_of_other_keys(
             answers.expired.get(VARIABLE, layout.rows.empty_table()), entries.select(layout.keys.names)
         )
-        changed = pa.concat_tables(
-            [as_changes(entries, Op.PUT, layout.changes), as_changes(gone, Op.DELETE, layout.changes)]
-        )
-        state.write({VARIABLE: changed} if len(changed) else {})
+        write_changes(state, layout, puts=[entries], deletes=[gone])
         if len(first):
             shown = pa.table([fresh[position] for position in self.columns], names=list(self.names))
             yield from shown.to_batches(MAX_ROWS_PER_BATCH)
 
-    def _in_time(self, batches: Sequence[pa.RecordBatch], epoch: TaskEpoch) -> list[pa.RecordBatch]:
-        """The rows that are not late."""
-        if self.event_time is None or epoch.late_watermark_ms is None:
-            return list(batches)
-        position, field = self.event_time
-        up_to = epoch.late_watermark_ms * 1000
-        return [
-            batch.filter(pc.invert(EventTime(batch.schema.names[1 + position], field).is_over(batch, up_to)))
-            for batch in batches
-        ]
-
     def _expiry(self, layout: Layout, epoch: TaskEpoch) -> Expiry | None:
-        """Which keys the watermark has passed. Those that are still on their way go later, and count as gone."""
+        """Returns which keys the watermark has passed. Those still on their way go later, and count as gone."""
         if epoch.watermark_ms is None or self.event_time is None:
             return None
         if self.delay_ms is not None:
@@ -104,7 +94,7 @@ class DedupTask:
         return Expiry(VARIABLE, column, field, epoch.watermark_ms * 1000, whole=False)
 
     def _seen(self, count: int, found: pa.Table | None, epoch: TaskEpoch) -> Flags:
-        """For each key whether the state has it, and it had not expired when this epoch began."""
+        """Tells for each key whether the state has it, and it had not expired when this epoch began."""
         seen = np.zeros(count, np.bool_)
         if found is None or not len(found):
             return seen
@@ -115,7 +105,7 @@ class DedupTask:
         return seen
 
     def _entries(self, layout: Layout, groups: Groups, is_new: pa.Array, fresh: Sequence[pa.ChunkedArray]) -> pa.Table:
-        """The new keys as rows of state."""
+        """Returns the new keys as rows of state."""
         columns = _filtered(groups.keys, is_new)
         if self.delay_ms is not None and self.event_time is not None:
             kind = layout.value.field(0).type
@@ -128,7 +118,7 @@ class DedupTask:
 
 
 @dataclass(frozen=True)
-class DedupStage:
+class DedupStage(KeyedStage):
     """dropDuplicates(subset), dropDuplicatesWithinWatermark(subset), distinct()."""
 
     task: DedupTask
@@ -138,8 +128,6 @@ class DedupStage:
     #: The positions of the columns that make up the key, and of those that have to travel beside them.
     subset: tuple[int, ...]
     extras: tuple[int, ...]
-
-    output_delay_ms: ClassVar[int] = 0
 
     @property
     def spec(self) -> StageSpec:
@@ -157,7 +145,7 @@ class DedupStage:
         del side, carry  # all columns are there
         named = rows.toDF(*[f"_column{position}" for position in range(len(self.fields))])
         keys = [
-            normalised(F.col(f"_column{position}"), self.fields[position].dataType).alias(key_name(i))
+            _normalised(F.col(f"_column{position}"), self.fields[position].dataType).alias(key_name(i))
             for i, position in enumerate(self.subset)
         ]
         return named.select(*keys, *[f"_column{position}" for position in self.extras])
@@ -166,38 +154,103 @@ class DedupStage:
         del complete
         if self.task.event_time is None:
             return ()
-        names = [*(key_name(i) for i in range(len(self.subset))), *(f"_column{i}" for i in self.extras)]
+        names = [*key_names(len(self.subset)), *(f"_column{i}" for i in self.extras)]
         place, field = self.task.event_time
         columns = [names[position] for position in self.task.columns]
         kind = time_type(self.fields[columns.index(names[place])].dataType, field)
         return (LateKind(names[place], field, kind, tuple((f, c, "") for f, c in zip(arriving, columns, strict=True))),)
 
-    def variant(self, context: EpochContext) -> str:
-        del context
-        return "deduplicated"
-
     def apply(self, rows: DataFrame, access: StageAccess, context: EpochContext) -> DataFrame:
         del context
-        keys = [key_name(i) for i in range(len(self.subset))]
         fields = [StructField(f.name, nullable_field(f).dataType, True, f.metadata) for f in self.fields]
-        return run_in_tasks(place(rows, keys, access), access, self.task, StructType(fields))
-
-    def present(self, variable: str, state: DataFrame) -> DataFrame:
-        """The keys that have been seen."""
-        del variable
-        return state.drop(HASH)
+        return run_in_tasks(place(rows, key_names(len(self.subset)), access), access, self.task, StructType(fields))
 
 
-def normalised(column: Column, kind: DataType) -> Column:
-    """Takes 0.0 and -0.0 for one value, and all NaN for one, also in structs."""
-    if isinstance(kind, FloatType | DoubleType):
-        zero, nan = F.lit(0.0).cast(kind), F.lit(float("nan")).cast(kind)
-        return F.when(column == 0, zero).when(F.isnan(column), nan).otherwise(column)
+def _normalised(column: Column, kind: DataType) -> Column:
+    """Returns the column with one form of each number, also in structs."""
     if isinstance(kind, StructType):
-        fields = [normalised(column.getField(field.name), field.dataType).alias(field.name) for field in kind.fields]
+        fields = [_normalised(column.getField(field.name), field.dataType).alias(field.name) for field in kind.fields]
         return F.when(column.isNotNull(), F.struct(*fields))
-    return column
+    return normalised(column, kind)
 
 
 def _filtered(table: pa.Table, flags: pa.Array) -> list[pa.ChunkedArray]:
     return [column.filter(flags) for column in table.columns]
+
+
+def build_dedup(
+    name: StageName, rows: DataFrame, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[DedupStage, DataFrame]:
+    """Makes the stage, and an empty DataFrame with the schema of its result, which is that of the rows.
+
+    The method is dropDuplicates or dropDuplicatesWithinWatermark.
+    """
+    fields = rows.schema.fields
+    within = method == "dropDuplicatesWithinWatermark"
+    # Spark itself says which columns are meant.
+    deduplicated = rows.dropDuplicatesWithinWatermark if within else rows.dropDuplicates
+    subset = compared_columns(deduplicated(*arguments, **keywords))
+    keys = [fields[position] for position in subset]
+    check_key_fields(keys)
+    event_time = _event_time(fields)
+    delay_ms = _delay_ms(method, fields, event_time) if within else None
+    # Where a key is the column as it came, it need not travel twice.
+    carried = {position: i for i, position in enumerate(subset) if not _has_floats(fields[position].dataType)}
+    extras = [position for position in range(len(fields)) if position not in carried]
+    columns = tuple(
+        carried[position] if position in carried else len(subset) + extras.index(position)
+        for position in range(len(fields))
+    )
+    value = pa.schema([pa.field(EXPIRES_AT, pa.timestamp("us", tz="UTC"))] if within else [])
+    spec = StageSpec(
+        number=name.number,
+        name=name.name,
+        key=arrow_schema(keys),
+        variables=(VariableSpec(VARIABLE, VariableKind.VALUE, value),),
+        traits={OPERATOR: method},
+    )
+    task = DedupTask(
+        spec=spec,
+        columns=columns,
+        names=tuple(field.name for field in fields),
+        event_time=None if event_time is None else (columns[event_time[0]], event_time[1]),
+        key_time=subset.index(event_time[0]) if event_time and event_time[0] in subset and not within else None,
+        delay_ms=delay_ms,
+    )
+    stage = DedupStage(
+        task=task,
+        parallelism=name.parallelism,
+        fields=tuple(fields),
+        subset=tuple(subset),
+        extras=tuple(extras),
+    )
+    return stage, rows.sparkSession.createDataFrame([], rows.schema)
+
+
+def _has_floats(kind: DataType) -> bool:
+    if isinstance(kind, StructType):
+        return any(_has_floats(field.dataType) for field in kind.fields)
+    return isinstance(kind, FloatType | DoubleType)
+
+
+def _event_time(fields: list[StructField]) -> tuple[int, str] | None:
+    found = watermarked(fields)
+    if len(found) > 1:
+        names = ", ".join(repr(fields[position].name) for position, _ in found)
+        raise UnsupportedError(
+            f"The columns {names} all have a watermark, so it is not clear which rows are late. Keep one of them, or "
+            "cast the others to timestamp again, for example F.col('x').cast('string').cast('timestamp')."
+        )
+    return found[0] if found else None
+
+
+def _delay_ms(method: str, fields: list[StructField], event_time: tuple[int, str] | None) -> int:
+    if event_time is None:
+        raise UnsupportedError(f"{method} needs a watermark. Set one before it, with withWatermark(column, delay).")
+    field = fields[event_time[0]]
+    if not isinstance(field.dataType, TimestampType | TimestampNTZType):
+        raise UnsupportedError(
+            f"{method} needs a watermark on a timestamp, and {field.name!r} is a {field.dataType.simpleString()}. "
+            f"Take F.window_time({field.name!r}) instead of it."
+        )
+    return int(field.metadata[WATERMARK])

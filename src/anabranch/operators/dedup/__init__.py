@@ -1,1 +1,0 @@
-"""De-duplication: of all rows with the same key, only the first goes out."""

@@ -1,1 +1,0 @@
-"""Aggregations over session windows: sessions that grow together are merged, whole columns at a time."""
