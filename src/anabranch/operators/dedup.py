@@ -26,7 +26,7 @@ from anabranch.engine.tasks import TaskEpoch, place, run_in_tasks
 from anabranch.operators.grouping import Groups, group_rows, rows_of_other_keys
 from anabranch.operators.keys import arrow_schema, check_key_fields, key_name, key_names, normalised, nullable_field
 from anabranch.operators.stage import KeyedStage, StageName, watermarked
-from anabranch.operators.state import MAX_ROWS_PER_BATCH, note_dropped, timely_rows, write_changes
+from anabranch.operators.state import MAX_ROWS_PER_BATCH, timely_rows, write_changes
 from anabranch.wire.routed import Answers, RoutedState, StageAccess
 
 #: The state variable of the stage: the keys that have been seen.
@@ -56,11 +56,7 @@ class DedupTask:
         self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
     ) -> Iterator[pa.RecordBatch]:
         layout = self.spec.layouts[VARIABLE]
-        timely = list(batches)
-        if self.event_time is not None:
-            position, field = self.event_time
-            timely = timely_rows(batches, (1 + position, field), epoch.late_watermark_ms)
-        note_dropped(state, batches, timely)
+        timely = timely_rows(state, batches, self.event_time, epoch.late_watermark_ms)
         groups = group_rows(timely, self.spec.key)
         expiry = self._expiry(layout, epoch)
         answers = Answers({}, {}, {})

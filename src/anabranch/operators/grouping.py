@@ -38,7 +38,7 @@ class Groups:
             first = end
 
     def in_key_order(self) -> Groups:
-        """The same with ascending keys, in Spark's order: nulls first, NaN last. As it is if keys have no order."""
+        """Sorts the keys in Spark's order: nulls first, NaN last. Leaves them as they are if they have no order."""
         order = _ascending(self.given_keys)
         if order is None:
             return self
@@ -87,7 +87,7 @@ def group_rows(batches: Iterable[pa.RecordBatch], key: pa.Schema) -> Groups:
 
 
 def _ascending(keys: pa.Table) -> Numbers | None:
-    """The order in which keys ascend; None if there is nothing to do, or there is no order of such keys."""
+    """Returns the order in which keys ascend; None if there is nothing to do, or there is no order of such keys."""
     if keys.num_rows < 2:
         return None
     columns = [part for column in keys.columns for part in _comparable(_one_array(column))]
@@ -117,13 +117,13 @@ def _comparable(values: pa.Array) -> Iterator[pa.Array]:
 
 
 def _differs_from_previous(column: pa.ChunkedArray) -> Flags:
-    """For every row but the first: does it differ from the row before?"""
+    """Tells for every row but the first whether it differs from the row before."""
     values = _one_array(column)
     return _differs(values.slice(1), values.slice(0, len(values) - 1))
 
 
 def _differs(left: pa.Array, right: pa.Array) -> Flags:
-    """Row by row: do two columns of one type differ? Nulls are equal, and so are NaNs."""
+    """Tells row by row whether two columns of one type differ. Nulls are equal, and so are NaNs."""
     null_left, null_right = _flags(left.is_null()), _flags(right.is_null())
     both = ~(null_left | null_right)
     if pa.types.is_struct(left.type):
@@ -180,7 +180,7 @@ def _one_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def _untangled(hashes: Numbers, keys: pa.Table) -> Numbers:
-    """An order in which equal keys are neighbours, also where different keys have the same hash."""
+    """Returns an order in which equal keys are neighbours, also where different keys have the same hash."""
     numbers: dict[object, int] = {}
     first_seen = np.empty(len(hashes), np.int64)
     for position, key in enumerate(_tuples(keys)):
@@ -189,7 +189,7 @@ def _untangled(hashes: Numbers, keys: pa.Table) -> Numbers:
 
 
 def frozen(value: object) -> object:
-    """A hashable form of a key: NaN equals NaN, lists and structs are compared by what they hold."""
+    """Returns a hashable form of a key: NaN equals NaN, lists and structs are compared by what they hold."""
     if isinstance(value, float) and value != value:
         return "NaN", float
     if isinstance(value, list | tuple):

@@ -25,7 +25,7 @@ from anabranch.operators.aggregate.stage import AggregateStage, Merges, merge_bu
 from anabranch.operators.grouping import Groups, group_rows, rows_of_other_keys
 from anabranch.operators.keys import arrow_schema, key_name, key_names
 from anabranch.operators.stage import KeyedStage
-from anabranch.operators.state import MAX_ROWS_PER_BATCH, note_dropped, state_rows_of, timely_rows, write_changes
+from anabranch.operators.state import MAX_ROWS_PER_BATCH, state_rows_of, timely_rows, write_changes
 from anabranch.wire.routed import RoutedState, StageAccess
 
 Numbers = npt.NDArray[np.int64]
@@ -64,7 +64,7 @@ class SessionStage(KeyedStage):
         return replace(self, whole=whole, spec=self.spec.numbered(number, name))
 
     def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
-        """The stateless half. Each row is a session of its own; Spark leaves out those without a time or a length."""
+        """Makes a session of each row, in the stateless half. Spark leaves out those without a time or a length."""
         del side
         projected = self.whole.project(rows, carry=carry)
         session = key_name(self.position)
@@ -122,11 +122,9 @@ class _SessionTask:
         self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
     ) -> Iterator[pa.RecordBatch]:
         layout = self.spec.layouts[VARIABLE]
-        timely = list(batches)
-        if self.has_watermark:
-            # Before anything is united: a late row does not get in because it touches a session that is not over.
-            timely = timely_rows(batches, (2 + len(self.spec.key), ""), epoch.late_watermark_ms)
-            note_dropped(state, batches, timely)
+        # Before anything is united: a late row does not get in because it touches a session that is not over.
+        end = (len(self.spec.key) + 1, "") if self.has_watermark else None
+        timely = timely_rows(state, batches, end, epoch.late_watermark_ms)
         groups = group_rows(state_rows_of(timely, layout).to_batches(), self.spec.key)
         up_to = None if epoch.watermark_ms is None else epoch.watermark_ms * 1000
         expiries = []

@@ -57,17 +57,21 @@ def note_dropped(state: StageState, arrived: Iterable[pa.RecordBatch], timely: I
 
 
 def timely_rows(
-    batches: Iterable[pa.RecordBatch], time: tuple[int, str], watermark_ms: int | None
+    state: StageState, batches: Sequence[pa.RecordBatch], time: tuple[int, str] | None, watermark_ms: int | None
 ) -> list[pa.RecordBatch]:
-    """Returns the rows that the watermark has not passed, by the column at a position, or by a field of it."""
-    if watermark_ms is None:
+    """Returns the rows that the watermark has not passed, and notes how many others there were.
+
+    The time is in a column, known by its position behind HASH, or in a field of it; if there is none, no row is late.
+    """
+    if time is None or watermark_ms is None:
         return list(batches)
     position, field = time
     timely = []
     for batch in batches:
-        times = batch.select([position])
+        times = batch.select([1 + position])
         is_late = EventTime(times.schema.names[0], field).is_over(times, watermark_ms * 1000)
         timely.append(batch.filter(pc.invert(is_late)))
+    note_dropped(state, batches, timely)
     return timely
 
 

@@ -70,7 +70,7 @@ class TablesStage(KeyedStage):
         return {table.name: table.keys for table in self.tables}
 
     def project(self, rows: DataFrame, side: int = 0, *, carry: bool = False) -> DataFrame:
-        """The source of a pipeline with tables is the union of all of them already."""
+        """Returns the rows: the source of a pipeline with tables is the union of all of them already."""
         del side, carry
         return rows
 

@@ -11,6 +11,6 @@ _HERE = str(Path(__file__).parent)
 
 
 def user_traceback(error: Exception) -> str:
-    """The innermost frames, as Python shows them, without those of the operators that call user code."""
+    """Returns the innermost frames, as Python shows them, without those of the operators that call user code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_HERE)]
     return "".join(traceback.format_list(frames[-_FRAMES_MAX:]))

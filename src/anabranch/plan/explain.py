@@ -38,7 +38,7 @@ def explain_logical(pipeline: Pipeline, sink: str | None) -> list[str]:
 def explain_physical(
     pipeline: Pipeline, *, parallelism: Mapping[int, int], workers: int, store: str, key_groups: int
 ) -> list[str]:
-    """With the parallelism of each stateful stage that is in force now."""
+    """Shows the stages, with the parallelism of each stateful stage that is in force now."""
     lines = ["== Physical plan ==", "Spark, before the first stateful stage: one streaming DataFrame"]
     for segment in pipeline.segments:
         if segment.stage is None:
@@ -71,7 +71,7 @@ def explain_routes(route: Route | None, addresses: Sequence[tuple[str, str]]) ->
 
 
 def operator_name(stage: StatefulStage) -> str:
-    """Spark's name of the operator; that of the stage if Spark has no such operator."""
+    """Returns Spark's name of the operator; that of the stage if Spark has no such operator."""
     match stage:
         case AggregateStage():
             return "stateStoreSave"

@@ -37,7 +37,7 @@ def check_stage_options(name: str, parallelism: int | None, taken: Sequence[str]
 
 
 def check_stage_names(pipeline: Pipeline) -> None:
-    """Where two streams meet, their stages become those of one query."""
+    """Refuses two stages of one name where two streams meet: they become stages of one query."""
     names = [stage.name for stage in pipeline.stages]
     for name in names:
         if names.count(name) > 1:
@@ -45,7 +45,7 @@ def check_stage_names(pipeline: Pipeline) -> None:
 
 
 def check_aggregation_input(pipeline: Pipeline) -> None:
-    """An aggregate of an aggregate would count a key again each time that it changes, unless it goes out once."""
+    """Refuses an aggregate of an aggregate that would count a key again each time that it changes."""
     if any(stage.event_time is None for stage in _aggregations(pipeline)):
         raise UnsupportedError(
             "An aggregation after another aggregation is supported only if the first one is over windows under a "
@@ -64,7 +64,7 @@ def check_time_mode(pipeline: Pipeline, stage: ProcessStage, method: str) -> Non
 
 
 def check_output_mode(pipeline: Pipeline, mode: str) -> None:
-    """Which output modes the query can have."""
+    """Refuses output modes that the query cannot have."""
     if mode not in OUTPUT_MODES:
         raise UnsupportedError(f"Unknown output mode {mode!r}. It can be {', '.join(OUTPUT_MODES)}.")
     aggregations = _aggregations(pipeline)
@@ -102,7 +102,7 @@ def check_output_mode(pipeline: Pipeline, mode: str) -> None:
 
 
 def _check_group_states(pipeline: Pipeline, mode: str) -> None:
-    """The output modes of applyInPandasWithState, as Spark has them; in append mode there may be several."""
+    """Checks the output modes of applyInPandasWithState as Spark does; in append mode there may be several."""
     stages = [stage for stage in pipeline.stateful_stages if isinstance(stage, ProcessStage) and stage.output_mode]
     aggregates = bool(_aggregations(pipeline))
     for stage in stages:
@@ -126,7 +126,7 @@ def _check_group_states(pipeline: Pipeline, mode: str) -> None:
 
 
 def _check_after_aggregations(pipeline: Pipeline, mode: str) -> None:
-    """What a stage made of a row that an aggregation replaces later could not be taken back."""
+    """Refuses stages after an aggregation whose output could not be taken back when the aggregation replaces a row."""
     if mode == "append":
         return
     for position, segment in enumerate(pipeline.segments):
@@ -143,13 +143,15 @@ def _check_after_aggregations(pipeline: Pipeline, mode: str) -> None:
 
 
 def _takes_each_version(stage: StatefulStage) -> bool:
-    """Whether rows that an aggregation replaces later are rows like others: to functions of whole partitions, which are
-    ours, and, as in Spark, to dropDuplicates that forgets no key, which keeps the first."""
+    """Tells whether rows that an aggregation replaces later are rows like others to the stage.
+
+    They are to functions of whole partitions and, as in Spark, to dropDuplicates that forgets no key.
+    """
     return isinstance(stage, VectorisedStage) or (isinstance(stage, DedupStage) and stage.clock is StageClock.NONE)
 
 
 def _check_operations(pipeline: Pipeline, mode: str) -> None:
-    """Between stages and after them, too, only what Spark allows on streams."""
+    """Refuses, between stages and after them, what Spark does not allow on streams."""
     segments = pipeline.segments
     for segment in segments:
         if mode == "complete" and segment is segments[-1]:
@@ -166,7 +168,7 @@ def _check_operations(pipeline: Pipeline, mode: str) -> None:
 
 
 def _check_meetings(pipeline: Pipeline, mode: str) -> None:
-    """Where streams come together after stateful stages, rows that still change cannot be taken back."""
+    """Refuses joins and unions of rows that still change: what becomes of such rows cannot be taken back."""
     segments = pipeline.segments
     after_state = [i for i, segment in enumerate(segments) if len(segment.inputs) > 1 and segment.feeders(i)]
     if mode == "complete" and after_state:
@@ -214,7 +216,7 @@ def _check_event_times(stage: AggregateStage | SessionStage) -> None:
 
 @contextmanager
 def bound_columns_explained(method: str, columns: Sequence[str]) -> Iterator[None]:
-    """Say what is wrong where Spark says that it cannot resolve a column, because that belongs to another DataFrame."""
+    """Says what is wrong where Spark says that it cannot resolve a column, as it belongs to another DataFrame."""
     try:
         yield
     except AnalysisException as error:

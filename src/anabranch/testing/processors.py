@@ -92,9 +92,7 @@ class ProcessorTest:
         With timeMode "eventTime", rows that the watermark has passed are dropped.
         """
         batches = self._batches(rows, self._schema)
-        if self._late is not None:
-            batches = timely_rows(batches, self._late, self._watermark_ms)
-        return self._epoch(batches)
+        return self._epoch(timely_rows(self._state, batches, self._late, self._watermark_ms))
 
     def advance_watermark(self, to: datetime | int) -> list[Row]:
         """Let event time pass, to a datetime or to milliseconds since 1970; return what timers yield because of it."""
@@ -225,7 +223,7 @@ def _late_rows(schema: StructType, keys: int, named: str | None) -> tuple[int, s
             f"{schema.names}. Name the one that withWatermark has in the query: eventTime={(times or ['at'])[0]!r}."
         )
     is_window = isinstance(schema[named].dataType, StructType)
-    return 1 + keys + schema.names.index(named), "end" if is_window else ""
+    return keys + schema.names.index(named), "end" if is_window else ""
 
 
 def _struct(schema: StructType | str) -> StructType:

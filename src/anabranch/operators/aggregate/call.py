@@ -69,17 +69,17 @@ class Call:
         return tuple(F.when(self.condition, value) for value in self.values)
 
     def again(self, inputs: Columns) -> Column:
-        """The same function, with the same parameters, of other values."""
+        """Returns the same function, with the same parameters, of other values."""
         parts = expressions.children(self.function)
         parts[: len(inputs)] = [expressions.expression(column) for column in inputs]
         return expressions.aggregate(expressions.with_children(self.function, parts))
 
     def parameter(self, position: int) -> Expression:
-        """A constant argument."""
+        """Returns a constant argument."""
         return expressions.children(self.function)[position]
 
     def evaluated(self, buffers: Columns) -> Column:
-        """What Spark makes of its own buffers of a declarative aggregate."""
+        """Returns what Spark makes of its own buffers of a declarative aggregate."""
         attributes = expressions.sequence(self.function.aggBufferAttributes())
         values = {
             attribute.exprId().id(): expressions.expression(buffer)
@@ -92,7 +92,7 @@ class Call:
         return expressions.column(expressions.rebuilt(self.function.evaluateExpression(), value_of))
 
     def simple(self, how: How, *, nullable: bool = True) -> Parts:
-        """An aggregate whose result is all that it needs to go on."""
+        """Returns an aggregate whose result is all that it needs to go on."""
         buffer = Buffer("", self.again, self.output, how, nullable=nullable)
         return Parts(self.arguments, (buffer,), lambda buffers: buffers[0], plain=True)
 

@@ -140,7 +140,7 @@ def _extreme(how: Merge) -> Callable[[Call], Parts]:
 
 
 def _first_or_last(function: Callable[..., Column], how: Merge) -> Callable[[Call], Parts]:
-    """In a struct, because the first value may be a null, which is not the same as none."""
+    """Keeps the value in a struct, because the first value may be a null, which is not the same as none."""
 
     def take(call: Call) -> Parts:
         (value,) = call.values

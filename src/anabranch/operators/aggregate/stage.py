@@ -25,7 +25,7 @@ from anabranch.operators.aggregate.merge import How, merge_columns, null_where_o
 from anabranch.operators.grouping import rows_of_other_keys
 from anabranch.operators.keys import key_name, key_names, nullable_field
 from anabranch.operators.stage import KeyedStage
-from anabranch.operators.state import MAX_ROWS_PER_BATCH, note_dropped, state_rows_of, timely_rows, write_changes
+from anabranch.operators.state import MAX_ROWS_PER_BATCH, state_rows_of, timely_rows, write_changes
 from anabranch.wire.routed import Answers, RoutedState, StageAccess
 
 #: The state variable of an aggregate stage.
@@ -113,7 +113,7 @@ class AggregateStage(KeyedStage):
         return state.toDF(HASH, *key_names(len(self.key_fields)), *self.buffer_names).select(*self.results)
 
     def _places_first(self, context: EpochContext) -> bool:
-        """Whether moving all rows costs less than combining them before: one shuffle instead of two.
+        """Tells whether moving all rows costs less than combining them before: one shuffle instead of two.
 
         It does for few rows, and where keys hardly repeat. The epoch before tells.
         """
@@ -197,12 +197,8 @@ class _MergeTask:
         self, batches: Sequence[pa.RecordBatch], state: RoutedState, epoch: TaskEpoch
     ) -> Iterator[pa.RecordBatch]:
         layout = self.spec.layouts[VARIABLE]
-        timely = list(batches)
-        if self.event_time is not None:
-            # Keys that the watermark had passed before have been let go of, and must not come back.
-            position, field = self.event_time
-            timely = timely_rows(batches, (1 + position, field), epoch.late_watermark_ms)
-            note_dropped(state, batches, timely)
+        # Keys that the watermark had passed before have been let go of, and must not come back.
+        timely = timely_rows(state, batches, self.event_time, epoch.late_watermark_ms)
         partials = state_rows_of(timely, layout)
         expiry = self._expiry(epoch)
         every = self.emits is Emits.ALL

@@ -345,7 +345,7 @@ class Bitmaps:
 
 
 def _matrix(values: pa.Array) -> npt.NDArray[np.uint8] | None:
-    """Binary values of one length as rows of bytes; None if they have several lengths."""
+    """Returns binary values of one length as rows of bytes; None if they have several lengths."""
     lengths = pc.binary_length(values).unique()
     if len(lengths) != 1:
         return None

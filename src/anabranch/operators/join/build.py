@@ -47,7 +47,7 @@ _MATCHED = "matched"
 
 
 def build_join(name: StageName, joined: DataFrame) -> tuple[JoinStage, tuple[DataFrame, DataFrame]]:
-    """The stage for Spark's join of two streaming DataFrames, and these two as they are in Spark's plan of it."""
+    """Makes the stage of Spark's join of two streaming DataFrames, and returns these as they are in Spark's plan."""
     spark = joined.sparkSession
     plan = analysed_join(joined, [each.value for each in JoinType])
     key_names = unique_names([_name_of(key, f"key{i}") for i, key in enumerate(plan.keys[LEFT])], RESERVED)
@@ -104,7 +104,7 @@ class _SideDraft:
             self._held(self.plan.attributes[self.side][0])
 
     def operand(self, expression: Any) -> Operand:
-        """The column that holds the value of an expression of this side."""
+        """Returns the column that holds the value of an expression of this side."""
         if kind(expression) == "AttributeReference" and id_of(expression) in self.places:
             return Operand(self.side, self.places[id_of(expression)])
         for position, held in enumerate(self.values):
@@ -175,7 +175,7 @@ def _side(plan: JoinPlan, draft: _SideDraft, slots: _Slots) -> Side:
 
 
 def _eviction(plan: JoinPlan, draft: _SideDraft, marked: Any) -> Eviction | None:
-    """When rows are over: by the time in the key, if that is under a watermark on either side, else by their own."""
+    """Returns when rows are over: by the time in the key, if that has a watermark on either side, else by their own."""
     offset_ms = plan.offsets_ms[draft.side]
     if offset_ms is None:
         return None
@@ -212,7 +212,7 @@ def _input(plan: JoinPlan, draft: _SideDraft, side: Side, slots: _Slots) -> Side
 
 
 def _output(plan: JoinPlan) -> list[Any]:
-    """The attributes of the joined rows."""
+    """Returns the attributes of the joined rows."""
     left, right = plan.attributes
     return left if JoinType(plan.how) is JoinType.LEFT_SEMI else [*left, *right]
 
@@ -321,7 +321,7 @@ def _fails_on_overflow(expression: Any) -> bool:
 
 
 def _widens(given: DataType, wanted: DataType) -> bool:
-    """Whether every value of one number type is the same in the other."""
+    """Tells whether every value of one number type is the same in the other."""
     if isinstance(given, IntegralType) and isinstance(wanted, IntegralType):
         sizes = {"byte": 1, "short": 2, "integer": 4, "long": 8}
         return sizes[given.typeName()] <= sizes[wanted.typeName()]

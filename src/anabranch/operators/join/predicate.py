@@ -57,7 +57,7 @@ Value = Any
 
 
 def holds(term: Term, columns: Columns) -> pa.Array | pa.Scalar:
-    """For each pair whether the condition is true; null is not."""
+    """Tells for each pair whether the condition is true; null is not."""
     return pc.fill_null(_value(term, columns), False)
 
 
@@ -71,7 +71,7 @@ def _value(term: Term, columns: Columns) -> Value:
 
 
 def _comparison(plain: Callable[[Value, Value], Value], with_nan: Callable[[Value, Value], Value]) -> Any:
-    """Spark's comparison: NaN equals NaN, and is greater than any other number."""
+    """Compares as Spark does: NaN equals NaN, and is greater than any other number."""
 
     def compare(values: list[Value], option: Any) -> Value:
         del option
@@ -91,7 +91,7 @@ def _equal_null_safe(values: list[Value], option: Any) -> Value:
 
 
 def _arithmetic(name: str) -> Any:
-    """The option tells whether an overflow is an error, as under spark.sql.ansi.enabled, or wraps around."""
+    """Makes a function of which the option tells whether an overflow is an error, as with ANSI, or wraps around."""
     checked, wrapping = getattr(pc, f"{name}_checked"), getattr(pc, name)
 
     def calculate(values: list[Value], option: Any) -> Value:
@@ -101,7 +101,7 @@ def _arithmetic(name: str) -> Any:
 
 
 def _subtract_timestamps(values: list[Value], option: Any) -> Value:
-    """The time between two clocks on the wall, in the session's time zone, which is what Spark takes it for."""
+    """Returns the time between two clocks on the wall, in the session's time zone, which is what Spark takes it for."""
     if option is None:
         return pc.subtract(*values)
     local = [pc.local_timestamp(value.cast(pa.timestamp("us", option))) for value in values]

@@ -21,7 +21,7 @@ class JoinType(Enum):
     LEFT_SEMI = "LeftSemi"
 
     def keeps_unmatched(self, side: int) -> bool:
-        """Whether rows of the side that have no match go out too, with nulls, once they can have none."""
+        """Tells whether rows of the side that have no match go out too, with nulls, once they can have none."""
         outer = {LEFT: (JoinType.LEFT_OUTER, JoinType.FULL_OUTER), RIGHT: (JoinType.RIGHT_OUTER, JoinType.FULL_OUTER)}
         return self in outer[side]
 

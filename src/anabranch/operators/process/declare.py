@@ -35,7 +35,7 @@ _NOT_IN_INIT = "Timers belong to keys: use them in handleInputRows, handleExpire
 
 
 def checked_time_mode(time_mode: str) -> TimeMode:
-    """Spark's name of a time mode, in any case."""
+    """Reads Spark's name of a time mode, in upper or lower case."""
     for mode in TimeMode:
         if isinstance(time_mode, str) and time_mode.lower() == mode.value.lower():
             return mode
@@ -67,7 +67,7 @@ def declare_state(
     time_mode: TimeMode = TimeMode.NONE,
     tables: Collection[str] = (),
 ) -> Declaration:
-    """The state variables that ``init`` of a processor asks for; of a copy, so that the user's own stays as it is."""
+    """Returns the state variables that ``init`` asks for, of a copy of the processor: the user's stays as it is."""
     _refuse_names(f"Stage {name}: its key", key)
     try:
         copy: StatefulProcessor = cloudpickle.loads(cloudpickle.dumps(processor))  # type: ignore[no-untyped-call]
@@ -154,7 +154,7 @@ class _RecordingHandle(BaseHandle):
         return variable
 
     def _fields(self, name: str, schema: StructType | str) -> pa.Schema:
-        """The declared fields in Arrow's types, all nullable: rows that remove an entry have no value."""
+        """Returns the declared fields in Arrow's types, all nullable: rows that remove an entry have no value."""
         where = f"Stage {self.stage}: state variable {name}"
         struct: Any = StructType.fromDDL(schema) if isinstance(schema, str) else schema
         if not isinstance(struct, StructType) or not struct.fields:

@@ -85,7 +85,7 @@ class GroupStateProcessor(StatefulProcessor):
         )
 
     def _keep(self, state: GroupState) -> None:
-        """What the function has made of the state.
+        """Stores what the function has made of the state.
 
         A call that updates or removes it sets the time-out anew, or there is none any more. One that does neither, and
         sets no time-out, leaves the old one as it is, also if that is due: PySpark writes nothing then.
@@ -119,11 +119,11 @@ class GroupProgram(Program):
         return f"{what} key {key!r}"
 
     def times(self, processing_time_ms: int, watermark_ms: int | None) -> TimerValues:
-        """A GroupState tells the times whatever the time-out goes by."""
+        """Returns the times in every time mode: a GroupState tells them regardless of its time-out."""
         return TimerValues(processing_time_ms, watermark_ms or 0)
 
     def due_up_to_ms(self, times: TimerValues) -> int | None:
-        """A key times out after its time, not at it."""
+        """Returns the moment before the time: a key times out after its time, not at it."""
         up_to_ms = super().due_up_to_ms(times)
         return None if up_to_ms is None else up_to_ms - 1
 

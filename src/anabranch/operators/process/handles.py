@@ -47,13 +47,13 @@ class BaseHandle(StatefulProcessorHandle):
         return iter(self.timers("listTimers").all())
 
     def timers(self, method: str) -> LocalTimers:
-        """The timers of the current key; refused in a time mode that has none."""
+        """Returns the timers of the current key; refused in a time mode that has none."""
         raise self.unsupported(
             f"{method} with timeMode 'none'", "Use timeMode 'processingTime', or 'eventTime' with a watermark"
         )
 
     def getBroadcast(self, name: str) -> Mapping[Any, Any]:
-        """A broadcast table as of the epoch: its rows by their key, or by a tuple if the key has several columns.
+        """Returns a broadcast table as of the epoch: its rows by their key, or by a tuple for a key of several columns.
 
         It can be read only. Ask for it in init, which runs anew in every task of every epoch.
         """
@@ -67,7 +67,7 @@ class BaseHandle(StatefulProcessorHandle):
         )
 
     def checked_ttl(self, name: str, ttl_duration_ms: int | None) -> int | None:
-        """The time to live of a state variable's entries; None, or 0, as in Spark, for ever."""
+        """Returns the time to live of a state variable's entries; None, or 0, as in Spark, for ever."""
         if not ttl_duration_ms:
             return None
         if self.time_mode is not TimeMode.PROCESSING_TIME:
@@ -125,7 +125,7 @@ class LocalHandle(BaseHandle):
         return self._bind(stateName, VariableKind.MAP, LocalMapState, ttlDurationMs, userKeySchema, valueSchema)
 
     def deleteIfExists(self, stateName: str) -> None:
-        """The variable is not declared, which lets go of its state; in a task, nothing is left to do."""
+        """Does nothing more in a task: the variable is not declared, which lets go of its state."""
         if not self._open:
             raise PySparkRuntimeError(
                 f"Stage {self.stage}: deleteIfExists({stateName!r}) was called after init. Call it in init only."
@@ -141,7 +141,7 @@ class LocalHandle(BaseHandle):
         return self._timers if self._timers is not None else super().timers(method)
 
     def close(self) -> None:
-        """From now on, no state variable can be asked for: init is over."""
+        """Ends init: from now on, no state variable can be asked for."""
         self._open = False
         for name in {**self._declared, **self._asked}:
             now, before = self._asked.get(name), (self._asked_before or {}).get(name)
@@ -151,7 +151,7 @@ class LocalHandle(BaseHandle):
                 raise self._changed(name, before, now)
 
     def _changed(self, name: str, before: StateRequest | None, now: StateRequest | None) -> EpochError:
-        """Init asks for something else in a task than it did when the query was built."""
+        """Makes the error that init asks for something else in a task than it did when the query was built."""
         if now is None:
             what = "was declared when the query was built, and init does not ask for it in a task"
         elif before is None:
@@ -195,7 +195,7 @@ class LocalHandle(BaseHandle):
 
 
 def local_value_state(variable: VariableSpec, cursor: Cursor) -> LocalValueState:
-    """The state variable that suits its fields: copies are made only of what user code could change."""
+    """Returns the state variable that suits its fields: copies are made only of what user code could change."""
     mutable = TupleCodec(variable.value, variable.name).copy is not None
     return (LocalMutableValueState if mutable else LocalValueState)(variable, cursor)
 
@@ -221,7 +221,7 @@ _TEXTS = {
 
 
 def deleted_state(name: str, kind: VariableKind) -> Any:
-    """Spark's own class for the variable; whatever is asked of it is refused."""
+    """Makes an object of Spark's own class for the variable, which refuses every request."""
     return _CLASSES[kind](_Refusal(name, "map" if kind is VariableKind.MAP else "value"), name)
 
 

@@ -53,7 +53,7 @@ class FrameSettings:
     widened: bool = True
 
     def rows_in_frame(self, rows: pa.Table) -> int:
-        """How many of these rows may go into one frame."""
+        """Returns how many of these rows may go into one frame."""
         limit = self.rows_max if self.rows_max > 0 else max(rows.num_rows, 1)
         if self.bytes_max < UNLIMITED_BYTES and rows.nbytes:
             limit = min(limit, max(1, math.ceil(self.bytes_max * rows.num_rows / rows.nbytes)))
@@ -87,17 +87,17 @@ class Program:
         return type(self.processor).__name__
 
     def place(self, method: str, key: object) -> str:
-        """Where in user code, for messages."""
+        """Says where in user code something happened."""
         return f"{method} for key {key!r}"
 
     def times(self, processing_time_ms: int, watermark_ms: int | None) -> TimerValues:
-        """What user code gets to know of an epoch's times. A watermark that has not moved is at 0, as in Spark."""
+        """Returns an epoch's times as user code sees them. A watermark that has not moved is at 0, as in Spark."""
         if self.time_mode is TimeMode.NONE:
             return TimerValues()
         return TimerValues(processing_time_ms, watermark_ms or 0)
 
     def due_up_to_ms(self, times: TimerValues) -> int | None:
-        """The last moment of which timers are due in an epoch; None without timers."""
+        """Returns the last moment of which timers are due in an epoch; None without timers."""
         if self.time_mode is TimeMode.NONE:
             return None
         if self.time_mode is TimeMode.PROCESSING_TIME:

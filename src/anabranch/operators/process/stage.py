@@ -24,7 +24,7 @@ from anabranch.engine.tasks import TaskEpoch, place, run_in_tasks
 from anabranch.operators.keys import key_names, normalised, with_keys
 from anabranch.operators.process.program import Program, TimeMode
 from anabranch.operators.stage import KeyedStage, watermarked
-from anabranch.operators.state import StageState, note_dropped, timely_rows
+from anabranch.operators.state import StageState, timely_rows
 from anabranch.wire.routed import StageAccess
 
 _ROW, _INITIAL = "_row", "_initial"
@@ -128,7 +128,7 @@ class ProcessStage(KeyedStage):
         if self.event_time is None or self.program.time_mode is not TimeMode.EVENT_TIME:
             return None
         position, field = self.event_time
-        return 1 + len(self.key_fields) + position, field
+        return len(self.key_fields) + position, field
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class _ProcessTask:
 
     program: Program
     run: RunProgram
-    #: The column with the time by which rows are late, and its field; None if none are.
+    #: The column behind HASH with the time by which rows are late, and its field; None if none are.
     late_by: tuple[int, str] | None
     united: UnitedRows | None
     #: Only if its rows must not be older than the watermark.
@@ -182,8 +182,7 @@ class _ProcessTask:
         if self.united is not None:
             batches, initial = self.united.split(batches)
         if self.late_by is not None:
-            timely = timely_rows(batches, self.late_by, epoch.late_watermark_ms)
-            note_dropped(state, batches, timely)
+            timely = timely_rows(state, batches, self.late_by, epoch.late_watermark_ms)
             batches = [batch for batch in timely if batch.num_rows]
         times = self.program.times(epoch.processing_time_ms, epoch.watermark_ms)
         output = self.run(batches, self.program, state, times, initial)

@@ -64,12 +64,12 @@ class LocalTimers:
             self._changed.add(key)
 
     def all(self) -> list[int]:
-        """The timers of the current key, the earliest first."""
+        """Returns the timers of the current key, the earliest first."""
         timers = self._sets.get(self._cursor.key)
         return sorted(self._load(self._cursor.key) if timers is None else timers)
 
     def due(self, up_to_ms: int) -> list[tuple[int, int]]:
-        """What is due now in the whole window: times and positions of keys, the earliest first."""
+        """Returns what is due now in the whole window: times and positions of keys, the earliest first."""
         owners = self._entries.owners
         chosen = self._stored <= up_to_ms
         if self._changed:
@@ -81,7 +81,7 @@ class LocalTimers:
         return sorted(due)
 
     def _load(self, key: int) -> set[int]:
-        """The timers of a key that has not been used yet."""
+        """Returns the timers of a key that has not been used yet."""
         if self._bounds is None:
             self._bounds, self._times = self._entries.bounds(), self._stored.tolist()
         timers = self._sets[key] = set(self._times[self._bounds[key] : self._bounds[key + 1]])

@@ -50,7 +50,7 @@ class TupleCodec:
         self.thaw = _over_fields([field.thaw for field in self.fields])
 
     def admit(self, value: Iterable[Any]) -> Tuple:
-        """What user code will read after it has written this. Refuses what does not fit the declared fields."""
+        """Returns what user code will read after it has written this. Refuses what does not fit the declared fields."""
         try:
             items = tuple(value)
         except TypeError:
@@ -82,7 +82,7 @@ class TupleCodec:
             ) from None
 
     def load(self, columns: Sequence[pa.Array], length: int) -> list[Tuple]:
-        """The tuples in columns of state, as user code reads them."""
+        """Returns the tuples in columns of state, as user code reads them."""
         loaded = []
         for column, field in zip(columns, self.fields, strict=True):
             values = python_values(column)
@@ -119,14 +119,14 @@ class TupleCodec:
 
 
 def state_rows(table: pa.Table) -> list[Tuple]:
-    """Rows of a table with the types of state. So Spark gives the keys of timers: as Rows, with naive times."""
+    """Returns rows of a table with the types of state. So Spark gives the keys of timers: as Rows, with naive times."""
     columns = [column.combine_chunks() for column in table.columns]
     tuples = TupleCodec(table.schema, "key").load(columns, table.num_rows)
     return list(rows_of(row_class(table.column_names), tuples))
 
 
 def rows_by_key(table: pa.Table, keys: Sequence[str]) -> dict[Any, Any]:
-    """Rows of a table by their key: its value, or a tuple of the values of several columns."""
+    """Returns rows of a table by their key: its value, or a tuple of the values of several columns."""
     positions = [table.column_names.index(key) for key in keys]
     rows = state_rows(table)
     if len(positions) == 1:
@@ -158,7 +158,7 @@ _item_property: Callable[[int, str], Any] = getattr(
 
 
 def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
-    """The same as ``column.to_pylist()``, but not one Arrow scalar at a time for timestamps."""
+    """Returns the same as ``column.to_pylist()``, but not one Arrow scalar at a time for timestamps."""
     kind = column.type
     if pa.types.is_timestamp(kind) and kind.unit != "ns":
         try:
@@ -188,12 +188,12 @@ def _numpy(column: pa.Array | pa.ChunkedArray) -> Any:
 
 
 def tuples_of(columns: Sequence[Sequence[Any]], length: int) -> list[tuple[Any, ...]]:
-    """The rows of some columns, which may be none."""
+    """Returns the rows of some columns, which may be none."""
     return list(zip(*columns, strict=True)) if columns else [()] * length
 
 
 def row_class(names: Sequence[str]) -> type[Row]:
-    """A class of Rows with these fields.
+    """Returns a class of Rows with these fields.
 
     A Row keeps the names of its fields in the instance and finds a field by searching them; user code that reads
     fields by name spends most of its time there. Here the class has the names, and a property for each field.

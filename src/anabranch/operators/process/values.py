@@ -45,7 +45,7 @@ class ValueCodec:
 
 
 def value_codec(data_type: spark.DataType) -> ValueCodec:
-    """The conversions of a Spark type. Raises TypeError for a type that state cannot hold."""
+    """Returns the conversions of a Spark type. Raises TypeError for a type that state cannot hold."""
     if isinstance(data_type, spark.ArrayType):
         return _array(data_type)
     if isinstance(data_type, spark.MapType):

@@ -49,14 +49,14 @@ def has_expiry(variable: VariableSpec) -> bool:
 
 
 def with_expiry(variable: VariableSpec) -> VariableSpec:
-    """The variable with a time at which each of its entries expires."""
+    """Returns the variable with a time at which each of its entries expires."""
     # With a meaning, so that it is not among the fields that may be gone: a time to live cannot be taken away.
     expiry = pa.field(EXPIRY, pa.int64(), metadata={MEANING: b"time of expiry"})
     return replace(variable, value=variable.value.append(expiry))
 
 
 def without_expiry(variable: VariableSpec) -> VariableSpec:
-    """The variable as user code sees it."""
+    """Returns the variable as user code sees it."""
     return replace(variable, value=pa.schema(list(variable.value)[:-1])) if has_expiry(variable) else variable
 
 
@@ -83,7 +83,7 @@ class WindowEntries:
     expired: npt.NDArray[np.bool_] | None = None
 
     def bounds(self) -> list[int]:
-        """Where the entries of each key begin; the last number is where the last key's entries end."""
+        """Returns where the entries of each key begin; the last number is where the last key's entries end."""
         return np.searchsorted(self.owners, np.arange(self.keys + 1)).tolist()  # type: ignore[no-any-return]
 
 
