@@ -15,9 +15,9 @@ from anabranch.core.ids import StageNumber
 from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, OP, Op, StageSpec, VariableKind
 from anabranch.operators.process.declare import declare_state
-from anabranch.operators.process.frames import run_frames
+from anabranch.operators.process.frames import FrameRunner
 from anabranch.operators.process.program import FrameSettings, Program, TimeMode
-from anabranch.operators.process.rows import run_rows
+from anabranch.operators.process.rows import RowRunner
 from anabranch.wire.routed import Answers
 
 Key = tuple[Any, ...]
@@ -213,7 +213,7 @@ def run_epochs(
         batches = batches_of(rows, spec, hash_of=hash_of) if rows else []
         first = batches_of(initial, spec, hash_of=hash_of) if initial and number == 0 else []
         values = TimerValues(times[number], times[number]) if times else None
-        produced = list((run_frames if frames else run_rows)(batches, program, state, values, first))
+        produced = list((FrameRunner if frames else RowRunner).run_task(batches, program, state, values, first))
         assert all(batch.schema.equals(program.output_schema) for batch in produced)
         outputs.append(rows_in(produced))
     assert len(state.writes) == len(outputs), "each epoch is one write"

@@ -9,8 +9,8 @@ from anabranch.engine.stages import StatefulStage
 from anabranch.operators.aggregate.stage import AggregateStage
 from anabranch.operators.dedup import DedupStage
 from anabranch.operators.join.stage import JoinStage
-from anabranch.operators.process.frames import run_frames
-from anabranch.operators.process.groupstate import run_groups
+from anabranch.operators.process.frames import FrameRunner
+from anabranch.operators.process.groupstate import GroupRunner
 from anabranch.operators.process.stage import ProcessStage
 from anabranch.operators.session import SessionStage
 from anabranch.plan.pipeline import Pipeline
@@ -82,7 +82,9 @@ def operator_name(stage: StatefulStage) -> str:
         case JoinStage():
             return "symmetricHashJoin"
         case ProcessStage():
-            if stage.run is run_groups:
+            if stage.runner is GroupRunner:
                 return "applyInPandasWithState"
-            return "transformWithStateInPandasExec" if stage.run is run_frames else "transformWithStateInPySparkExec"
+            return (
+                "transformWithStateInPandasExec" if stage.runner is FrameRunner else "transformWithStateInPySparkExec"
+            )
     return stage.spec.name

@@ -23,9 +23,9 @@ from anabranch.core.requests import Expiry
 from anabranch.core.schemas import HASH, StageSpec
 from anabranch.operators.keys import arrow_schema, check_key_fields, nullable_field
 from anabranch.operators.process.declare import checked_time_mode, declare_state
-from anabranch.operators.process.frames import run_frames
+from anabranch.operators.process.frames import FrameRunner
 from anabranch.operators.process.program import Program, TimeMode
-from anabranch.operators.process.rows import run_rows
+from anabranch.operators.process.rows import RowRunner
 from anabranch.operators.state import timely_rows
 from anabranch.testing.steps import milliseconds
 from anabranch.wire.routed import Answers
@@ -80,7 +80,7 @@ class ProcessorTest:
         ).spec
         self._output = _struct(output)
         self._mode = mode
-        self._run = run_frames if pandas else run_rows
+        self._runner = FrameRunner if pandas else RowRunner
         self._state = _MemoryState(self._spec)
         self._watermark_ms: int | None = None
         self._now_ms = time.time_ns() // 1_000_000
@@ -115,7 +115,7 @@ class ProcessorTest:
         tables = {name: _Table(rows) for name, rows in self.broadcast.items()}
         program = Program(self._spec, processor, self._output, time_mode=self._mode, tables=tables)
         times = program.times(self._now_ms, self._watermark_ms)
-        output = list(self._run(batches, program, self._state, times, self._initial))
+        output = list(self._runner.run_task(batches, program, self._state, times, self._initial))
         self._state.commit()
         self._initial = []
         return _rows(pa.Table.from_batches(output, schema=program.output_schema))

@@ -12,10 +12,10 @@ from pyspark.sql.types import StructType
 from anabranch.api.progress import StateOperators
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
-from anabranch.operators.process.frames import run_frames
-from anabranch.operators.process.groupstate import run_groups
+from anabranch.operators.process.frames import FrameRunner
+from anabranch.operators.process.groupstate import GroupRunner
 from anabranch.operators.process.program import Program
-from anabranch.operators.process.rows import run_rows
+from anabranch.operators.process.rows import RowRunner
 from anabranch.operators.process.stage import ProcessStage
 from anabranch.operators.process.timers import TIMERS_SPEC
 from anabranch.operators.process.variable import with_expiry
@@ -36,10 +36,10 @@ class Nothing(StatefulProcessor):
         return iter(())
 
 
-def stage(number: int, run: Any, *variables: VariableSpec) -> ProcessStage:
+def stage(number: int, runner: Any, *variables: VariableSpec) -> ProcessStage:
     spec = StageSpec(StageNumber(number), f"stage{number}", pa.schema([("k", pa.string())]), variables)
     program = Program(spec, Nothing(), StructType(), deleted_variables=number)
-    return ProcessStage(None, (), (), program, run)
+    return ProcessStage(None, (), (), program, runner)
 
 
 def document(*sources: dict[str, Any]) -> dict[str, Any]:
@@ -53,13 +53,13 @@ def document(*sources: dict[str, Any]) -> dict[str, Any]:
 def test_each_stage_is_an_operator_the_last_one_first() -> None:
     first = stage(
         1,
-        run_frames,
+        FrameRunner,
         VariableSpec("v", VariableKind.VALUE, FIELDS),
         with_expiry(VariableSpec("l", VariableKind.LIST, FIELDS)),
         TIMERS_SPEC,
     )
-    second = stage(2, run_rows, VariableSpec("m", VariableKind.MAP, FIELDS, FIELDS))
-    third = stage(3, run_groups, VariableSpec("state", VariableKind.VALUE, FIELDS))
+    second = stage(2, RowRunner, VariableSpec("m", VariableKind.MAP, FIELDS, FIELDS))
+    third = stage(3, GroupRunner, VariableSpec("state", VariableKind.VALUE, FIELDS))
     changed = [
         {"stage": 1, "variable": "v", "put": 2, "removed": 1},
         {"stage": 1, "variable": "l", "put": 3, "removed": 0},

@@ -12,7 +12,7 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from anabranch.core.errors import EpochError
 from anabranch.core.ids import StageNumber
 from anabranch.operators.process.declare import declare_state
-from anabranch.operators.process.groupstate import GroupProgram, GroupStateProcessor, run_groups
+from anabranch.operators.process.groupstate import GroupProgram, GroupRunner, GroupStateProcessor
 from anabranch.operators.process.program import FrameSettings, TimeMode
 from anabranch.operators.process.timers import TIMERS
 from support.process_model import ModelState, batches_of, fields, rows_in
@@ -44,7 +44,7 @@ class Groups:
     def epoch(self, rows: Any = (), *, now: int = 1000, watermark: int | None = None) -> dict[int, str]:
         batches = batches_of(rows, self.program.spec) if rows else []
         times = self.program.times(now, watermark)
-        output = rows_in(run_groups(batches, self.program, self.state, times))
+        output = rows_in(GroupRunner.run_task(batches, self.program, self.state, times))
         assert len({row["id"] for row in output}) == len(output), "a key is called once in an epoch"
         return {row["id"]: row["seen"] for row in output}
 
@@ -142,7 +142,7 @@ def test_a_call_that_does_nothing_leaves_the_time_out_as_it_is() -> None:
     def calls_of_epoch(rows: Any = (), *, now: int) -> list[tuple[int, bool]]:
         calls.clear()
         batches = batches_of(rows, groups.program.spec) if rows else []
-        list(run_groups(batches, groups.program, groups.state, groups.program.times(now, None)))
+        list(GroupRunner.run_task(batches, groups.program, groups.state, groups.program.times(now, None)))
         return list(calls)
 
     groups = Groups(first_only, GroupStateTimeout.ProcessingTimeTimeout)

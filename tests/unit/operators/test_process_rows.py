@@ -24,7 +24,7 @@ from anabranch.core.errors import EpochError
 from anabranch.core.ids import StageNumber
 from anabranch.operators.process.declare import declare_state
 from anabranch.operators.process.program import Program
-from anabranch.operators.process.rows import run_rows
+from anabranch.operators.process.rows import RowRunner
 from support.process_model import ModelState, batches_of, fields, run_epochs
 from support.process_script import Calling
 
@@ -166,7 +166,7 @@ def test_times_are_passed_on() -> None:
         return []
 
     program = Program(spec, Calling(note), COUNTS)
-    assert list(run_rows(batches_of([{"id": "a"}], spec), program, ModelState(spec), TimerValues(5, 6))) == []
+    assert list(RowRunner.run_task(batches_of([{"id": "a"}], spec), program, ModelState(spec), TimerValues(5, 6))) == []
     assert seen == [(5, 6)]
 
 
@@ -181,7 +181,9 @@ def test_output_comes_in_bounded_batches_after_which_state_has_been_written() ->
 
     processor = Calling(many)
     sizes = []
-    for batch in run_rows(batches_of([{"id": "a"}, {"id": "b"}], spec), Program(spec, processor, COUNTS), state):
+    for batch in RowRunner.run_task(
+        batches_of([{"id": "a"}, {"id": "b"}], spec), Program(spec, processor, COUNTS), state
+    ):
         sizes.append(batch.num_rows)
         done = sum(sizes) == 50_000
         assert (len(state.writes) == 1) == done
@@ -204,7 +206,7 @@ def test_a_program_travels_to_its_tasks() -> None:
 
     spec = declare_state(Local(count), KEY, StageNumber(1), "s").spec
     sent: Program = cloudpickle.loads(cloudpickle.dumps(Program(spec, Local(count), COUNTS)))
-    (batch,) = run_rows(batches_of([{"id": "a"}], spec), sent, ModelState(spec))
+    (batch,) = RowRunner.run_task(batches_of([{"id": "a"}], spec), sent, ModelState(spec))
     assert batch.to_pylist() == [{"id": "a", "count": 1}]
 
 
@@ -236,7 +238,7 @@ def test_a_processor_is_closed_when_it_fails_and_nothing_is_written() -> None:
     spec = declare_state(Calling(fail), KEY, StageNumber(1), "orders").spec
     state, processor = ModelState(spec), Calling(fail)
     with pytest.raises(EpochError) as caught:
-        list(run_rows(batches_of([{"id": "a"}, {"id": "b"}], spec), Program(spec, processor, COUNTS), state))
+        list(RowRunner.run_task(batches_of([{"id": "a"}, {"id": "b"}], spec), Program(spec, processor, COUNTS), state))
     message = str(caught.value)
     assert "Stage orders: Calling failed in handleInputRows for key ('b',): KeyError: 'missing'" in message
     assert 'raise KeyError("missing")' in message
@@ -250,7 +252,7 @@ def test_a_processor_is_closed_when_it_fails_and_nothing_is_written() -> None:
 def test_a_processor_is_closed_when_the_output_is_not_wanted_any_more() -> None:
     spec = declare_state(Calling(count), KEY, StageNumber(1), "s").spec
     processor, state = Calling(count), ModelState(spec)
-    output = run_rows(
+    output = RowRunner.run_task(
         batches_of([{"id": str(n)} for n in range(30_000)], spec), Program(spec, processor, COUNTS), state
     )
     next(output)
@@ -277,7 +279,7 @@ def test_failures_at_both_ends_of_its_life_name_the_place(where: str) -> None:
     spec = declare_state(Calling(count), KEY, StageNumber(1), "s").spec
     state = ModelState(spec)
     with pytest.raises(EpochError, match=rf"Failing failed in {where}: ValueError: no"):
-        list(run_rows(batches_of([{"id": "a"}], spec), Program(spec, processor, COUNTS), state))
+        list(RowRunner.run_task(batches_of([{"id": "a"}], spec), Program(spec, processor, COUNTS), state))
     assert state.writes == []
 
 

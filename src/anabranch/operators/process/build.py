@@ -16,10 +16,10 @@ from anabranch.core.schemas import OPERATOR, OUTPUT_MODE, PROCESSOR, TIME_MODE
 from anabranch.engine.spark.expressions import WATERMARK, bytes_of, grouped_rows
 from anabranch.operators.keys import arrow_schema, check_key_fields, nullable_field
 from anabranch.operators.process.declare import check_output_mode, checked_time_mode, declare_state
-from anabranch.operators.process.frames import run_frames
-from anabranch.operators.process.groupstate import Function, GroupProgram, GroupStateProcessor, run_groups
+from anabranch.operators.process.frames import FrameRunner
+from anabranch.operators.process.groupstate import Function, GroupProgram, GroupRunner, GroupStateProcessor
 from anabranch.operators.process.program import UNLIMITED_BYTES, FrameSettings, Program, TimeMode
-from anabranch.operators.process.rows import run_rows
+from anabranch.operators.process.rows import RowRunner
 from anabranch.operators.process.stage import InitialState, ProcessStage
 from anabranch.operators.stage import StageName, watermarked
 
@@ -66,7 +66,7 @@ def build_process(
         tuple(keys),
         tuple(key_fields),
         program,
-        run_frames if pandas else run_rows,
+        FrameRunner if pandas else RowRunner,
         event_time=next(iter(watermarked(rows.schema.fields)), None),
         initial=None if initial is None else _initial_state(initial, key_fields, method),
         tables=tables,
@@ -216,7 +216,7 @@ def build_group_state(
         tuple(keys),
         tuple(key_fields),
         program,
-        run_groups,
+        GroupRunner,
         event_time=event_time,
         output_mode=mode,
     )

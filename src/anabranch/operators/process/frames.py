@@ -12,30 +12,13 @@ import pandas as pd
 import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql.conversion import ArrowBatchTransformer, PandasToArrowConversion
-from pyspark.sql.streaming.stateful_processor import TimerValues
 from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.errors import EpochError
 from anabranch.operators.grouping import Groups
 from anabranch.operators.process.program import ROWS_MAX, FrameSettings, Program
-from anabranch.operators.process.task import Key, Runner, run_task, user_code
+from anabranch.operators.process.task import Key, Runner, user_code
 from anabranch.operators.process.tuples import python_values, tuples_of
-from anabranch.operators.state import StageState
-
-
-def run_frames(
-    batches: Iterable[pa.RecordBatch],
-    program: Program,
-    state: StageState,
-    timers: TimerValues | None = None,
-    initial: Iterable[pa.RecordBatch] = (),
-) -> Iterator[pa.RecordBatch]:
-    """Gives the output of one task whose processor takes and yields pandas DataFrames.
-
-    Batches, those of the initial state too, have the columns HASH, those of the key, and the user's, in this order.
-    Output batches have the schema ``program.output_schema``.
-    """
-    return run_task(batches, program, state, timers, FrameRunner, initial)
 
 
 class FrameRunner(Runner):

@@ -19,9 +19,8 @@ from pyspark.sql.types import StructType
 
 from anabranch.operators.process.frames import FrameRunner, scalar_keys
 from anabranch.operators.process.program import Program
-from anabranch.operators.process.task import DueTimer, Key, run_task
+from anabranch.operators.process.task import DueTimer, Key
 from anabranch.operators.process.timers import LocalTimers
-from anabranch.operators.state import StageState
 
 #: The state variable.
 STATE = "state"
@@ -128,18 +127,7 @@ class GroupProgram(Program):
         return None if up_to_ms is None else up_to_ms - 1
 
 
-def run_groups(
-    batches: Iterable[pa.RecordBatch],
-    program: Program,
-    state: StageState,
-    timers: TimerValues | None = None,
-    initial: Iterable[pa.RecordBatch] = (),
-) -> Iterator[pa.RecordBatch]:
-    """Gives the output of one task whose function takes and yields pandas DataFrames, and keeps a GroupState."""
-    return run_task(batches, program, state, timers, _GroupRunner, initial)
-
-
-class _GroupRunner(FrameRunner):
+class GroupRunner(FrameRunner):
     """Keys are what a Series of them has, with rows and without. Time-outs are ended by the calls, not after them."""
 
     def row_keys(self, keys: pa.Table) -> list[Key]:

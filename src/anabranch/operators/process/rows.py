@@ -8,33 +8,16 @@ from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql.streaming.stateful_processor import TimerValues
 from pyspark.sql.types import Row
 
 from anabranch.core.errors import EpochError
 from anabranch.operators.grouping import Groups
 from anabranch.operators.process.program import ROWS_MAX, Program
-from anabranch.operators.process.task import Key, Runner, run_task, user_code
+from anabranch.operators.process.task import Key, Runner, user_code
 from anabranch.operators.process.tuples import python_values, row_class, rows_of, tuples_of
-from anabranch.operators.state import StageState
 
 
-def run_rows(
-    batches: Iterable[pa.RecordBatch],
-    program: Program,
-    state: StageState,
-    timers: TimerValues | None = None,
-    initial: Iterable[pa.RecordBatch] = (),
-) -> Iterator[pa.RecordBatch]:
-    """Gives the output of one task whose processor takes and yields Rows.
-
-    Batches, those of the initial state too, have the columns HASH, those of the key, and the user's, in this order.
-    Output batches have the schema ``program.output_schema``.
-    """
-    return run_task(batches, program, state, timers, _RowRunner, initial)
-
-
-class _RowRunner(Runner):
+class RowRunner(Runner):
     """Passes rows to user code as Rows."""
 
     def batches(self, calls: Iterator[Iterable[Any]], keys: Sequence[Key], method: str) -> Iterator[pa.RecordBatch]:

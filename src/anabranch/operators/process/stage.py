@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Protocol, Self
+from typing import Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.streaming.stateful_processor import TimerValues
 from pyspark.sql.types import StructField, StructType
 
 from anabranch.core.errors import EpochError
@@ -23,6 +22,7 @@ from anabranch.engine.stages import EpochContext, StageClock
 from anabranch.engine.tasks import TaskEpoch, place, run_in_tasks
 from anabranch.operators.keys import key_names, normalised, with_keys
 from anabranch.operators.process.program import Program, TimeMode
+from anabranch.operators.process.task import Runner
 from anabranch.operators.stage import KeyedStage, watermarked
 from anabranch.operators.state import StageState, timely_rows
 from anabranch.wire.routed import StageAccess
@@ -35,19 +35,6 @@ _CLOCKS = {
 }
 
 
-class RunProgram(Protocol):
-    """Runs a program in a task, for one form of user code: rows, frames, or frames with a GroupState."""
-
-    def __call__(
-        self,
-        batches: Iterable[pa.RecordBatch],
-        program: Program,
-        state: StageState,
-        timers: TimerValues | None = None,
-        initial: Iterable[pa.RecordBatch] = (),
-    ) -> Iterable[pa.RecordBatch]: ...
-
-
 @dataclass(frozen=True)
 class ProcessStage(KeyedStage):
     """groupBy(keys).transformWithState(processor), transformWithStateInPandas or applyInPandasWithState."""
@@ -57,7 +44,7 @@ class ProcessStage(KeyedStage):
     key_columns: tuple[Column, ...]
     key_fields: tuple[StructField, ...]
     program: Program
-    run: RunProgram
+    runner: type[Runner]
     #: The position among the user's columns of the one under a watermark; its field, for a window.
     event_time: tuple[int, str] | None = None
     initial: InitialState | None = None
@@ -114,7 +101,7 @@ class ProcessStage(KeyedStage):
             program = replace(program, tables=shared)
         emitted = None if self.spec.number in context.may_emit_late else EmittedTimes.of(program.output)
         late_by = self._time_in_tasks()
-        return rows, _ProcessTask(program, self.run, late_by, united, emitted)
+        return rows, _ProcessTask(program, self.runner, late_by, united, emitted)
 
     def _initial(self, context: EpochContext) -> InitialState | None:
         """Returns the initial state in the first epoch of all, also if that is run again."""
@@ -168,7 +155,7 @@ class _ProcessTask:
     """What a task does with its partition."""
 
     program: Program
-    run: RunProgram
+    runner: type[Runner]
     #: The column behind HASH with the time by which rows are late, and its field; None if none are.
     late_by: tuple[int, str] | None
     united: UnitedRows | None
@@ -185,7 +172,7 @@ class _ProcessTask:
             timely = timely_rows(state, batches, self.late_by, epoch.late_watermark_ms)
             batches = [batch for batch in timely if batch.num_rows]
         times = self.program.times(epoch.processing_time_ms, epoch.watermark_ms)
-        output = self.run(batches, self.program, state, times, initial)
+        output = self.runner.run_task(batches, self.program, state, times, initial)
         if self.emitted is None:
             return output
         return self.emitted.checked(output, self.program.spec.name, epoch.late_watermark_ms)

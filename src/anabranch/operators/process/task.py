@@ -48,6 +48,48 @@ class Runner(ABC):
         self._groups = groups
         self._times = times
 
+    @classmethod
+    def run_task(
+        cls,
+        batches: Iterable[pa.RecordBatch],
+        program: Program,
+        state: StageState,
+        times: TimerValues | None = None,
+        initial: Iterable[pa.RecordBatch] = (),
+    ) -> Iterator[pa.RecordBatch]:
+        """Gives the output of one task, in the schema ``program.output_schema``; writes state before the last batch.
+
+        Batches, those of the initial state too, have the columns HASH, those of the key, and the user's, in this order.
+        """
+        times = times or TimerValues()
+        groups = group_rows(batches, program.spec.key).in_key_order()
+        prior = _Prior(groups, group_rows(initial, program.spec.key))
+        due_up_to_ms = program.due_up_to_ms(times)
+        local = LocalState(
+            program, prior.all_keys(), now_ms=times.getCurrentProcessingTimeInMs(), due_up_to_ms=due_up_to_ms
+        )
+        processor = program.processor
+        # The last batch is held back: a reader that has seen it may rely on the changes having been sent.
+        held: pa.RecordBatch | None = None
+        try:
+            with user_code(program, "init"):
+                processor.init(local.handle)
+                local.handle.close()
+            local.read(state)
+            runner = cls(program, groups, local.handle.cursor, times)
+            for batch in _work(groups, prior, local, runner, due_up_to_ms):
+                if held is not None:
+                    yield held
+                held = batch
+        except BaseException:
+            _close_after_failure(program)
+            raise
+        with user_code(program, "close"):
+            processor.close()
+        state.write(local.changes())
+        if held is not None:
+            yield held
+
     @abstractmethod
     def inputs(self, groups: Groups, first: int, end: int) -> Iterator[tuple[Key, Iterator[Any]]]:
         """Gives the keys from first to end and their rows, as user code sees them."""
@@ -93,45 +135,6 @@ class Runner(ABC):
         with user_code(self.program, "handleInitialState", [key]):
             for row in rows:
                 self.program.processor.handleInitialState(key, row, self._times)
-
-
-def run_task(
-    batches: Iterable[pa.RecordBatch],
-    program: Program,
-    state: StageState,
-    timers: TimerValues | None,
-    make_runner: type[Runner],
-    initial: Iterable[pa.RecordBatch] = (),
-) -> Iterator[pa.RecordBatch]:
-    """Gives the output of one task. State is written before the last batch is given out."""
-    times = timers or TimerValues()
-    groups = group_rows(batches, program.spec.key).in_key_order()
-    prior = _Prior(groups, group_rows(initial, program.spec.key))
-    due_up_to_ms = program.due_up_to_ms(times)
-    local = LocalState(
-        program, prior.all_keys(), now_ms=times.getCurrentProcessingTimeInMs(), due_up_to_ms=due_up_to_ms
-    )
-    processor = program.processor
-    # The last batch is held back: a reader that has seen it may rely on the changes having been sent.
-    held: pa.RecordBatch | None = None
-    try:
-        with user_code(program, "init"):
-            processor.init(local.handle)
-            local.handle.close()
-        local.read(state)
-        runner = make_runner(program, groups, local.handle.cursor, times)
-        for batch in _work(groups, prior, local, runner, due_up_to_ms):
-            if held is not None:
-                yield held
-            held = batch
-    except BaseException:
-        _close_after_failure(program)
-        raise
-    with user_code(program, "close"):
-        processor.close()
-    state.write(local.changes())
-    if held is not None:
-        yield held
 
 
 def _work(
