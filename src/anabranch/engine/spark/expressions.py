@@ -14,7 +14,7 @@ from anabranch.engine.spark.java import is_a, java_class
 
 CATALYST = "org.apache.spark.sql.catalyst"
 #: What Spark replaces with another expression before it runs, such as bool_and with min.
-REPLACEABLE = f"{CATALYST}.expressions.RuntimeReplaceable"
+_REPLACEABLE = f"{CATALYST}.expressions.RuntimeReplaceable"
 #: Spark's mark of a column with a watermark, in the field's metadata; its value is the delay in milliseconds.
 WATERMARK = "spark.watermarkDelayMs"
 _EXPRESSION_UTILS = "org.apache.spark.sql.classic.ExpressionUtils"
@@ -141,12 +141,19 @@ def has_watermark(expression: Expression) -> bool:
     return kind(expression) == "AttributeReference" and bool(expression.metadata().contains(WATERMARK))
 
 
+def replacement(expression: Expression) -> Expression:
+    """Returns what Spark runs instead of an expression that only stands for another, such as min for bool_and."""
+    while is_a(expression, _REPLACEABLE):
+        expression = expression.replacement()
+    return expression
+
+
 def rebuilt(expression: Expression, replace: Callable[[Expression], Expression | None]) -> Expression:
     """Returns the expression with those parts replaced for which `replace` returns something else."""
     other = replace(expression)
     if other is not None:
         return other
-    if is_a(expression, REPLACEABLE):
+    if is_a(expression, _REPLACEABLE):
         # Spark works out its replacement when it is made, which needs the types of all parts: so not of new ones.
         return rebuilt(expression.replacement(), replace)
     if kind(expression) == "With":

@@ -25,7 +25,6 @@ from pyspark.sql.types import (
 from anabranch.core.errors import UnsupportedError
 from anabranch.engine.spark import expressions
 from anabranch.engine.spark.expressions import Expression
-from anabranch.engine.spark.java import is_a
 from anabranch.operators.aggregate import collected, moments, synopses
 from anabranch.operators.aggregate.call import Buffer, Call, Columns, Parts
 from anabranch.operators.aggregate.merge import Merge
@@ -57,8 +56,7 @@ def take_apart(node: Expression, unbound: Callable[[Expression], Expression]) ->
     function = node.aggregateFunction()
     text = node.sql()
     name: str = function.prettyName()
-    while is_a(function, expressions.REPLACEABLE):
-        function = function.replacement()
+    function = expressions.replacement(function)
     entry = _TABLE.get(expressions.kind(function))
     if entry is None:
         raise UnsupportedError(

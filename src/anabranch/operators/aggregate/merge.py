@@ -125,14 +125,6 @@ def _null_where_too_large(total: pa.Array, exact: pa.DataType) -> pa.Array:
     return pa.array(fitting, type=exact)
 
 
-def _smaller(old: pa.Array, new: pa.Array, _ansi: bool) -> pa.Array:
-    return _pick(old, new, pc.less)
-
-
-def _larger(old: pa.Array, new: pa.Array, _ansi: bool) -> pa.Array:
-    return _pick(old, new, pc.greater)
-
-
 def _pick(old: pa.Array, new: pa.Array, better: Callable[[pa.Array, pa.Array], pa.Array]) -> pa.Array:
     """Returns the better of the two in each row; of equal ones the old. Spark orders NaN above every other number."""
     if pa.types.is_nested(old.type):
@@ -149,14 +141,10 @@ def _pick(old: pa.Array, new: pa.Array, better: Callable[[pa.Array, pa.Array], p
     return pc.if_else(choose_new, new, old)
 
 
-def _smaller_by(old: pa.Array, new: pa.Array, _ansi: bool) -> pa.Array:
+def _pick_by(old: pa.Array, new: pa.Array, better: Callable[[Ranks, Ranks], npt.NDArray[np.bool_]]) -> pa.Array:
+    """Returns of each row the struct with the better order; of equal ones the new."""
     number = ranks(pa.concat_arrays([old.field("by"), new.field("by")]))
-    return _choose(old, new, pa.array(number[len(old) :] <= number[: len(old)]))
-
-
-def _larger_by(old: pa.Array, new: pa.Array, _ansi: bool) -> pa.Array:
-    number = ranks(pa.concat_arrays([old.field("by"), new.field("by")]))
-    return _choose(old, new, pa.array(number[len(old) :] >= number[: len(old)]))
+    return _choose(old, new, pa.array(better(number[len(old) :], number[: len(old)])))
 
 
 def _choose(old: pa.Array, new: pa.Array, choose_new: pa.Array) -> pa.Array:
@@ -169,12 +157,12 @@ _MERGES: dict[Merge, Callable[[pa.Array, pa.Array, bool], pa.Array]] = {
     Merge.SUM: _sum,
     Merge.TRY_SUM: _try_sum,
     Merge.PRODUCT: lambda old, new, _ansi: pc.multiply(old, new),
-    Merge.MIN: _smaller,
-    Merge.MAX: _larger,
+    Merge.MIN: lambda old, new, _ansi: _pick(old, new, pc.less),
+    Merge.MAX: lambda old, new, _ansi: _pick(old, new, pc.greater),
     Merge.FIRST: lambda old, _new, _ansi: old,
     Merge.LAST: lambda _old, new, _ansi: new,
-    Merge.MIN_BY: _smaller_by,
-    Merge.MAX_BY: _larger_by,
+    Merge.MIN_BY: lambda old, new, _ansi: _pick_by(old, new, np.less_equal),
+    Merge.MAX_BY: lambda old, new, _ansi: _pick_by(old, new, np.greater_equal),
     Merge.BIT_AND: lambda old, new, _ansi: pc.bit_wise_and(old, new),
     Merge.BIT_OR: lambda old, new, _ansi: pc.bit_wise_or(old, new),
     Merge.BIT_XOR: lambda old, new, _ansi: pc.bit_wise_xor(old, new),

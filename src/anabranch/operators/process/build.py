@@ -59,7 +59,7 @@ def build_process(
         frames=_frame_settings(spark),
         time_mode=mode,
         asked=declared.asked,
-        deleted_variables=len(declared.deleted),
+        deleted_variables=len(declared.spec.deleted),
     )
     stage = ProcessStage(
         name.parallelism,

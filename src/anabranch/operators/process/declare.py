@@ -21,7 +21,8 @@ from pyspark.sql.types import StructType
 
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber
-from anabranch.core.schemas import GROUP, HASH, INDEX, OP, POSITION, StageSpec, VariableKind, VariableSpec
+from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
+from anabranch.operators.keys import RESERVED
 from anabranch.operators.process.handles import BaseHandle, local_value_state
 from anabranch.operators.process.program import TimeMode
 from anabranch.operators.process.state_variables import LocalListState, LocalMapState
@@ -30,7 +31,7 @@ from anabranch.operators.process.tuples import TupleCodec
 from anabranch.operators.process.variable import EXPIRY, Cursor, StateRequest, with_expiry
 
 _OUTPUT_MODES = ("append", "update", "complete")
-_RESERVED = {HASH, GROUP, OP, POSITION, INDEX, EXPIRY}
+_RESERVED = RESERVED | {EXPIRY}
 _NOT_IN_INIT = "Timers belong to keys: use them in handleInputRows, handleExpiredTimer or handleInitialState"
 
 
@@ -53,8 +54,6 @@ class Declaration:
 
     #: The stage that runs the processor, with its state variables.
     spec: StageSpec
-    #: State variables that it lets go of.
-    deleted: frozenset[str]
     #: Those that it has, as it asked for them.
     asked: Mapping[str, StateRequest]
 
@@ -82,7 +81,7 @@ def declare_state(
     timers = () if time_mode is TimeMode.NONE else (TIMERS_SPEC,)
     variables = (*handle.variables.values(), *timers)
     spec = StageSpec(number, name, key, variables, deleted=tuple(sorted(handle.deleted)))
-    return Declaration(spec, frozenset(handle.deleted), handle.asked)
+    return Declaration(spec, handle.asked)
 
 
 class _RecordingHandle(BaseHandle):
@@ -133,14 +132,11 @@ class _RecordingHandle(BaseHandle):
             return super().timers(method)
         raise self.unsupported(f"{method} in init", _NOT_IN_INIT)
 
-    def _used_again(self, name: str) -> UnsupportedError:
-        advice = "Use a new name for what starts empty"
-        return self.unsupported(f"deleteIfExists({name!r}) of a state variable that init asks for later", advice)
-
     def _record(self, variable: VariableSpec, ttl_duration_ms: int | None, *schemas: StructType | str) -> VariableSpec:
         ttl_ms = self.checked_ttl(variable.name, ttl_duration_ms)
         if variable.name in self.deleted:
-            raise self._used_again(variable.name)
+            what = f"deleteIfExists({variable.name!r}) of a state variable that init asks for later"
+            raise self.unsupported(what, "Use a new name for what starts empty")
         if variable.name == TIMERS:
             raise self.unsupported(f"a state variable named {TIMERS}, as timers are", "Use another name")
         if not variable.name.strip() or variable.name != variable.name.strip():
