@@ -39,7 +39,7 @@ def key_name(i: int) -> str:
 
 
 def key_names(count: int) -> list[str]:
-    """Returns the names of so many key columns."""
+    """Returns the names of this many key columns."""
     return [key_name(i) for i in range(count)]
 
 

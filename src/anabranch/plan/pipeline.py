@@ -33,7 +33,7 @@ class LogicalStage:
     state_number: StageNumber | None = None
 
     def moved(self, by: int) -> LogicalStage:
-        """Returns the same, to stand after so many other stages."""
+        """Returns the same, to stand after this many other stages."""
         number = StageNumber(self.number + by)
         name = f"stage{number}" if self.name == f"stage{self.number}" else self.name
         return replace(self, number=number, name=name, follows=tuple(StageNumber(n + by) for n in self.follows))
@@ -141,7 +141,7 @@ class Pipeline:
         return replace(both, stages=(*both.stages[:-1], last)), (self.output, len(both.segments) - 1)
 
     def moved(self, stages: int, segments: int) -> Pipeline:
-        """Returns the same, to stand after so many other stages and segments."""
+        """Returns the same, to stand after this many other stages and segments."""
         logical = {stage.number: stage.moved(stages) for stage in self.stages}
         moved = []
         for segment in self.segments:

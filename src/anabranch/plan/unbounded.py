@@ -1,4 +1,4 @@
-"""The rows of a segment as Spark has to see them to judge what is done with them: streaming, whatever made them.
+"""The rows of a segment as Spark judges what is done with them: streaming, also where a batch made them.
 
 Spark runs what comes after a stateful stage on the rows of one epoch, a batch, of which it allows more than of a
 stream: a window function would rank the rows of each epoch by themselves.

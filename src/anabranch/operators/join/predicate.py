@@ -1,6 +1,6 @@
 """A join's condition on pairs of rows, evaluated in columns with Spark's rules for nulls and NaN.
 
-Whatever needs one side only has been computed by Spark, as a column of that side: what is left are comparisons of
+Spark has computed what needs one side only, as a column of that side: the rest are comparisons of
 such columns, simple arithmetic between them, and logic.
 """
 

@@ -149,7 +149,7 @@ def _over_fields(converts: list[Callable[[Any], Any] | None]) -> Callable[[Tuple
     return convert_all
 
 
-#: Up to so many seconds from 1970, which is in 2106, a float tells all microseconds apart.
+#: Up to this many seconds from 1970, which is in 2106, a float tells all microseconds apart.
 _EXACT_SECONDS = 1 << 32
 #: A property that reads one item of a tuple. CPython's own, behind namedtuple, does not go through Python.
 _item_property: Callable[[int, str], Any] = getattr(
