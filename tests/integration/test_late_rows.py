@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def test_rows_late_for_a_processor_are_not_lost_either(feed: EpochFeed, oracle: 
     check_each_row_is_somewhere(late, accepted, without_time="ids")
 
 
+@cache
 def ours(feed: EpochFeed, oracle: Oracle, query: Query, mode: str) -> tuple[Late, list[int]]:
     late = Late()
     found: set[int] = set()

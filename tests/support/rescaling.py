@@ -46,7 +46,7 @@ def making(folder: Path) -> Iterator[Make]:
 
     yield make
     for coordinator in made:
-        coordinator.cluster._heartbeat.stop()
+        coordinator.cluster.close()
 
 
 class LoadedStandIn(StandIn):
