@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -233,7 +234,10 @@ def test_a_sink_that_fails_ends_the_query_and_its_epoch_is_run_again_in_the_next
         with pytest.raises(EpochError, match=r"epoch 1.*ValueError: full.*not committed"):
             job.run(rows_of(0), rows_of(1))
         assert isinstance(query.exception(), EpochError)
-        assert not query.isActive
+        wait_until(lambda: not query.isActive, "Spark's query has ended")
+        began_s = time.monotonic()
+        query.stop()
+        assert time.monotonic() - began_s < query.settings.request_timeout_s / 2, "no epoch runs that it could wait for"
     broken.clear()
     with job.running(writer) as query:
         job.run(rows_of(2))
