@@ -45,7 +45,6 @@ REACHES_INSIDE = frozenset(
         "tests/simulated/checks.py",
         "tests/simulated/observation.py",
         "tests/simulated/shortcuts.py",
-        "tests/simulated/storage.py",
         "tests/simulated/tasks.py",
         "tests/simulated/world.py",
         "tests/simulation/test_mistakes.py",
