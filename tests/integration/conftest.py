@@ -9,8 +9,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 import anabranch
-from anabranch.control.epochs.executor import EpochExecutor
 from anabranch.core.epoch_events import SealsReported
+from anabranch.core.epochs import EpochMachine
 from support.counting import EPOCHS, SCHEMA, Attempts, counted, multiset
 from support.oracle import Oracle, external_worker
 from support.streams import EpochFeed
@@ -41,16 +41,15 @@ def expected(counting_feed: EpochFeed, tmp_path_factory: pytest.TempPathFactory)
 def attempts(monkeypatch: pytest.MonkeyPatch) -> Attempts:
     """Which attempts of which partitions the workers reported: more than one is state logic that ran again."""
     seen: Attempts = defaultdict(lambda: defaultdict(set))
-    ask = EpochExecutor._ask
+    handle = EpochMachine.handle
 
-    def record(self: EpochExecutor, instruction: Any) -> Any:
-        event = ask(self, instruction)
+    def record(machine: EpochMachine, event: Any) -> Any:
         if isinstance(event, SealsReported):
             for attempt in event.attempts:
-                seen[instruction.epoch][attempt.stage, attempt.partition].add(attempt.attempt)
-        return event
+                seen[machine.epoch][attempt.stage, attempt.partition].add(attempt.attempt)
+        return handle(machine, event)
 
-    monkeypatch.setattr(EpochExecutor, "_ask", record)
+    monkeypatch.setattr(EpochMachine, "handle", record)
     return seen
 
 

@@ -29,14 +29,14 @@ class Runs:
 
     def __init__(self, spark: SparkSession, folder: Path) -> None:
         self.checkpoint = folder / "ck"
-        self._feed = EpochFeed(spark, folder / "input", "k long, v long")
+        self.feed = EpochFeed(spark, folder / "input", "k long, v long")
 
     def run(self, rows: list[tuple[int, int]], build: Build, **options: Any) -> list[Any]:
         """What comes of these rows; none, where the query is to be refused."""
         if rows:
-            self._feed.add(rows)
+            self.feed.add(rows)
         writer = (
-            build(anabranch.stream(self._feed.stream()))
+            build(anabranch.stream(self.feed.stream()))
             .writeStream.outputMode("update")
             .foreachBatch(collector := Collector())
         )
@@ -65,7 +65,7 @@ def test_calls_before_a_stateful_stage_come_and_go(runs: Runs, capsys: pytest.Ca
         Row(k=2, count=2),
     ]
     query = (
-        more(anabranch.stream(runs._feed.stream()))
+        more(anabranch.stream(runs.feed.stream()))
         .writeStream.outputMode("update")
         .foreachBatch(Collector())
         .option("checkpointLocation", str(runs.checkpoint))

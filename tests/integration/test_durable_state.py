@@ -26,6 +26,7 @@ from support.described import assert_described
 from support.oracle import drain, external_worker
 from support.s3_server import running_s3
 from support.streams import Collector, EpochFeed
+from support.waiting import wait_until
 
 # Tasks cannot import a test: what it defines travels with them.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -57,10 +58,8 @@ def test_a_query_resumes_from_a_snapshot_after_older_epochs_were_cleaned_up(
     started = query.start()
     try:
         started.processAllAvailable()
-        maintenance = started.coordinator._maintenance
         # The snapshot that the last epochs made due may not be ready yet.
-        if maintenance._thread is not None:
-            maintenance._thread.join(60)
+        wait_until(lambda: snapshot_epochs(Storage(str(checkpoint))), "there is a snapshot")
     finally:
         started.stop()
     storage = Storage(str(checkpoint))

@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def test_rows_late_for_a_processor_are_not_lost_either(feed: EpochFeed, oracle: 
     check_each_row_is_somewhere(late, accepted, without_time="ids")
 
 
+@cache
 def ours(feed: EpochFeed, oracle: Oracle, query: Query, mode: str) -> tuple[Late, list[int]]:
     late = Late()
     found: set[int] = set()
@@ -146,8 +148,8 @@ def dropped_by_spark(feed: EpochFeed, oracle: Oracle, query: Query, mode: str) -
 
 
 def check_each_row_is_somewhere(late: Late, accepted: list[int], *, without_time: str) -> None:
-    assert all(row._watermark >= row.ts for row in late.rows)
-    assert {row._stage for row in late.rows} == {"stage2"}
+    assert all(row["_watermark"] >= row.ts for row in late.rows)
+    assert {row["_stage"] for row in late.rows} == {"stage2"}
     # As they came, with columns that the stage itself has no use for.
     assert [Row(id=r.id, ts=r.ts, k=r.k, note=r.note) for r in late.rows] == [ALL[row.id] for row in late.rows]
     # In append mode some windows are still open; what has no time has no window, and is not late.
@@ -170,7 +172,7 @@ def test_a_row_late_for_some_of_its_windows_comes_once(feed: EpochFeed, oracle: 
     def windows(row: Row) -> int:
         """Of the two windows of the row, those that are over."""
         start = (row.ts - START).total_seconds() // 10 * 10
-        return sum(at(end) <= row._watermark for end in (start + 10, start + 20))
+        return sum(at(end) <= row["_watermark"] for end in (start + 10, start + 20))
 
     missed = [windows(row) for row in late.rows]
     assert set(missed) == {1, 2}
@@ -190,10 +192,10 @@ def test_late_rows_of_both_sides_and_of_stages_one_after_the_other(
     ended = drain(writer.options(**oracle.options).option("checkpointLocation", str(oracle.new_folder("join"))))
     found = spark.read.parquet(place).collect()
     assert len(found) == reported(ended) == dropped_by_spark(feed, oracle, joined, "append")
-    assert Counter(row._side for row in found) == Counter("left" if row.id is not None else "right" for row in found)
+    assert Counter(row["_side"] for row in found) == Counter("left" if row.id is not None else "right" for row in found)
     for row in found:
-        came = ALL[row.id if row._side == "left" else row.other]
-        given = (row.ts, row.k) if row._side == "left" else (row.at, row.who)
+        came = ALL[row.id if row["_side"] == "left" else row.other]
+        given = (row.ts, row.k) if row["_side"] == "left" else (row.at, row.who)
         assert (*given, row.note) == (came.ts, came.k, came.note)
 
     def staged(rows: Any) -> Any:
@@ -206,7 +208,7 @@ def test_late_rows_of_both_sides_and_of_stages_one_after_the_other(
     late = Late()
     writer = staged(anabranch.stream(feed.stream())).writeStream.lateRows(late).format("noop")
     drain(writer.options(**oracle.options).option("checkpointLocation", str(oracle.new_folder("staged"))))
-    assert {row._stage for row in late.rows} == {"windows"}
+    assert {row["_stage"] for row in late.rows} == {"windows"}
     assert {row.note for row in late.rows} == {f"{ALL[row.id].note}".upper() for row in late.rows}
     tumbled, _ = ours(feed, oracle, tumbling, "update")
     assert {row.id for row in late.rows} == {row.id for row in tumbled.rows}

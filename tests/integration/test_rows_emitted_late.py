@@ -130,9 +130,9 @@ def test_with_late_rows_a_later_stage_keeps_what_is_too_old_for_it(feed: EpochFe
         )
 
     ended = drain(writer(collected))
-    assert {row._stage for row in late} == {"windows"}
+    assert {row["_stage"] for row in late} == {"windows"}
     assert {row.id for row in late} == {row[0] for row in EPOCHS[2]}
-    assert all(row.ts <= row._watermark for row in late)
+    assert all(row.ts <= row["_watermark"] for row in late)
     assert sum(accepted) == len(EPOCHS[0]) + len(EPOCHS[1])
     reports = ended.recentProgress
     assert sum(report["anabranch"]["lateRows"] for report in reports) == len(late)

@@ -13,8 +13,8 @@ from pyspark.sql import functions as F
 import anabranch
 from anabranch.control.coordinator import Coordinator
 from anabranch.control.epochs import durability
-from anabranch.control.epochs.executor import EpochExecutor
-from anabranch.core.epoch_events import CommitOn, PrepareOn
+from anabranch.core.requests import Commit, Prepare
+from anabranch.wire.client import WorkerClient
 from support.oracle import Oracle, drain
 from support.streams import Collector, EpochFeed
 
@@ -269,19 +269,26 @@ def test_an_epoch_that_cannot_be_written_is_not_committed(
     assert multiset(job.last_epoch()) == union(expected, 4)
 
 
-@pytest.mark.parametrize("point", [PrepareOn, "manifest", CommitOn, "closing"])
+@pytest.mark.parametrize("point", [Prepare, "manifest", Commit, "closing"])
 def test_a_crash_at_any_point_of_the_commit_loses_and_doubles_nothing(
-    job: Job, expected: dict[int, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: Any
+    job: Job,
+    oracle: Oracle,
+    expected: dict[int, list[Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    point: Any,
 ) -> None:
+    second = oracle.options["anabranch.workerAddresses"].split(",")[1]
+
     def write() -> Any:
         return job.writer().format("parquet").option("path", str(tmp_path / "out"))
 
-    ask, write_manifest, commit = EpochExecutor._ask, durability.write_manifest, Coordinator.commit
+    call, write_manifest, commit = WorkerClient.call, durability.write_manifest, Coordinator.commit
 
-    def crash_in_request(self: EpochExecutor, instruction: Any) -> Any:
-        if isinstance(instruction, point) and instruction.epoch == 1 and instruction.worker == "two":
+    def crash_before_request(client: WorkerClient, request: Any, **named: Any) -> Any:
+        if isinstance(request, point) and request.epoch == 1 and client.address == second:
             raise CrashError("here")
-        return ask(self, instruction)
+        return call(client, request, **named)
 
     def crash_after_manifest(storage: Any, manifest: Any) -> None:
         write_manifest(storage, manifest)
@@ -300,7 +307,7 @@ def test_a_crash_at_any_point_of_the_commit_loses_and_doubles_nothing(
         elif point == "closing":
             patch.setattr(Coordinator, "commit", crash_after_commit)
         else:
-            patch.setattr(EpochExecutor, "_ask", crash_in_request)
+            patch.setattr(WorkerClient, "call", crash_before_request)
         job.add_epochs(2)
         with pytest.raises(StreamingQueryException, match="here"):
             drain(write())

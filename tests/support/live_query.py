@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -23,20 +23,12 @@ from soak.places import Places
 from soak.verdict import compare, state_findings
 
 import anabranch
+from support.waiting import WAIT_S, wait_until
 
-WAIT_S = 60.0
 _LOOK_INTERVAL_S = 0.02
 #: Input files that wait for their epoch while rows flow.
 _AHEAD = 3
 _FILES = 2000
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s until {what}"
-        pause.wait(_LOOK_INTERVAL_S)
 
 
 @cache

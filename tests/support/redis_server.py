@@ -3,8 +3,7 @@
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import redis
 from anabranch.core.schemas import Layout
 from anabranch.worker.state.rows import VariableCodec
 from anabranch.worker.stores.redis import RedisConnection, RedisStore
+from support.waiting import wait_until
 
 _START_S = 20
 #: A port may be taken between the moment it is found and that of its use.
@@ -123,14 +123,6 @@ class WholeStore(RedisStore):
     def drop_groups(self, groups: "list[int] | set[int] | range") -> None:  # type: ignore[override]
         super().drop_groups(groups)
         self.use(groups, "1")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + _START_S
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError("Redis did not start in time.")
-        time.sleep(0.02)
 
 
 def _free_port() -> int:

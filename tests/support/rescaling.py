@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from anabranch.core.errors import WorkerError
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.core.settings import Settings
+from support.waiting import wait_until
 from support.worker_stand_in import NoSupply, StandIn, Supply, membership
 
 VARIABLE = VariableSpec("v", VariableKind.VALUE, pa.schema([("n", pa.int64())]))
@@ -46,7 +46,7 @@ def making(folder: Path) -> Iterator[Make]:
 
     yield make
     for coordinator in made:
-        coordinator.cluster._heartbeat.stop()
+        coordinator.cluster.close()
 
 
 class LoadedStandIn(StandIn):
@@ -97,13 +97,6 @@ def run(coordinator: Coordinator, epoch: int) -> dict[str, Any]:
 
 def rescale(coordinator: Coordinator, workers: int | None = None, **other: Any) -> Rescale:
     return coordinator.rescale(Rescale("test", workers=workers, **other))
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.005)
 
 
 def wait_until_started(coordinator: Coordinator) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -52,6 +51,7 @@ from support.keyed_state import (
     group_of,
     keys_table,
 )
+from support.waiting import wait_until
 
 A = TypeVar("A")
 
@@ -68,6 +68,7 @@ class Service(StateService):
 
     def __init__(self, worker: str, stores: StoreOptions) -> None:
         super().__init__("127.0.0.1:0", worker=WorkerId(worker), stores=stores, credentials=CREDENTIALS)
+        self.stores = stores
         self.asked: Counter[str] = Counter()
         #: The keys of every FetchKeys, and the groups of every FetchGroups.
         self.fetched_keys: list[str] = []
@@ -347,13 +348,6 @@ def start(name: str, store: str, folder: Path) -> Worker:
     service = Service(name, StoreOptions(store, directory))
     address = f"127.0.0.1:{service.port}"
     return Worker(name, address, WorkerClient(address, timeout_s=60, credentials=CREDENTIALS), service)
-
-
-def wait_until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.01)
 
 
 MakeDriver = Callable[..., Driver]

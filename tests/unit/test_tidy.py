@@ -29,6 +29,44 @@ IMPURE = re.compile(
     r"|datetime\.(datetime|date)\.(now|utcnow|today)$"
     r"|(random|secrets|uuid|numpy\.random)(\.|$)|os\.urandom$"
 )
+#: Private parts of Spark and of other libraries, and what every named tuple has: no change of ours gives them another
+#: name.
+MAY_BE_REACHED = {"_jvm", "_jsc", "_jdf", "_gateway", "_temp_dir", "_registry", "_levelToName", "_asdict", "_replace"}
+#: Tests that reach into private attributes, and plant mistakes and shortcuts there. Only ever take one off this list.
+REACHES_INSIDE = frozenset(
+    {
+        "tests/faults/test_rescaling_under_faults.py",
+        "tests/integration/test_aggregate_sizes.py",
+        "tests/integration/test_changed_operators.py",
+        "tests/integration/test_checks_against_spark.py",
+        "tests/integration/test_rescaling.py",
+        "tests/property/worker/test_due_properties.py",
+        "tests/property/worker/test_redis_store_properties.py",
+        "tests/simulated/checks.py",
+        "tests/simulated/observation.py",
+        "tests/simulated/shortcuts.py",
+        "tests/simulated/tasks.py",
+        "tests/simulated/world.py",
+        "tests/simulation/test_mistakes.py",
+        "tests/simulation/test_mistakes_of_changes.py",
+        "tests/support/state_workers.py",
+        "tests/unit/api/test_starting_spark.py",
+        "tests/unit/checkpoint/test_interrupted_rewinds.py",
+        "tests/unit/operators/test_process_frames.py",
+        "tests/unit/test_cli_control.py",
+        "tests/unit/wire/test_worker_client.py",
+        "tests/unit/worker/test_bounded_messages.py",
+        "tests/unit/worker/test_drain.py",
+        "tests/unit/worker/test_large_values.py",
+        "tests/unit/worker/test_migrating_worker_drains.py",
+        "tests/unit/worker/test_migrating_worker_faults.py",
+        "tests/unit/worker/test_migrating_workers.py",
+        "tests/unit/worker/test_row_table.py",
+        "tests/unit/worker/test_state_stores.py",
+        "tests/unit/worker/test_tls.py",
+        "tests/unit/worker/test_variable_state.py",
+    }
+)
 BROAD_ERRORS = {"Exception", "BaseException"}
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".lock", ".html", ".js", ".css", ".json", ".yaml", ".yml", ".sh", ".sql", ""}
 
@@ -183,6 +221,22 @@ def impurities(source: Source) -> Iterator[str]:
             yield source.at(line, f"{name} in the core; take the time or the seed as an argument")
 
 
+def reaches_inside(source: Source) -> Iterator[str]:
+    if str(source.path) in REACHES_INSIDE:
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute) and is_reach(node):
+            yield source.at(node.lineno, f"{ast.unparse(node)} is private; test what can be seen from outside")
+
+
+def is_reach(node: ast.AST) -> bool:
+    """A class of the tests' own may extend another, whose methods it calls."""
+    if not isinstance(node, ast.Attribute) or node.attr in MAY_BE_REACHED:
+        return False
+    is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+    return is_private and ast.unparse(node.value) not in {"self", "cls", "super()"}
+
+
 def assert_tidy(rule: Rule, checked: Iterator[Source] | tuple[Source, ...]) -> None:
     found = [finding for source in checked for finding in rule(source)]
     if found:
@@ -232,6 +286,17 @@ def test_the_core_knows_neither_clock_nor_chance() -> None:
     assert_tidy(impurities, sources("src"))
 
 
+def test_tests_do_not_reach_inside() -> None:
+    assert_tidy(reaches_inside, sources("tests"))
+
+
+def test_files_that_may_reach_inside_still_do() -> None:
+    texts_of = {str(source.path): source for source in sources("tests")}
+    assert texts_of.keys() >= REACHES_INSIDE
+    done = [path for path in sorted(REACHES_INSIDE) if not any(map(is_reach, texts_of[path].nodes))]
+    assert done == [], "take them off the list"
+
+
 def test_the_tree_that_is_checked_is_not_empty() -> None:
     checked = {str(source.path) for source in texts()}
     assert {"src/anabranch/__init__.py", "tests/unit/test_tidy.py", "pyproject.toml", "run"} <= checked
@@ -269,6 +334,7 @@ BREACHES: list[tuple[Rule, str, str]] = [
     (impurities, "src/anabranch/core/a.py", "import random\n"),
     (impurities, "src/anabranch/core/a.py", "from uuid import uuid4\n"),
     (impurities, "src/anabranch/core/a.py", "import numpy as np\nx = np.random.default_rng()\n"),
+    (reaches_inside, "tests/unit/test_a.py", "assert worker.jobs._open == {}\n"),
 ]
 KEEPERS: list[tuple[Rule, str, str]] = [
     (long_files, "src/anabranch/a.py", "\n" * FILE_LINES_MAX),
@@ -285,6 +351,7 @@ KEEPERS: list[tuple[Rule, str, str]] = [
     (missing_docstrings, "src/anabranch/a.py", '"""A."""\n'),
     (impurities, "src/anabranch/worker/a.py", "import time\nx = time.time()\n"),
     (impurities, "src/anabranch/core/a.py", "from datetime import datetime\ndef f(at: datetime): time = at.time()\n"),
+    (reaches_inside, "tests/unit/test_a.py", "self._x = super()._y(spark._jvm, a.__dict__)\n"),
 ]
 
 
@@ -306,5 +373,5 @@ def test_what_keeps_the_rule_is_left_alone(rule: Rule, path: str, text: str) -> 
 
 def test_every_rule_is_shown_to_fail() -> None:
     rules = {long_files, long_functions, leftovers, private_paths, sleeps, swallowed_errors}
-    rules |= {vague_names, prints, missing_docstrings, impurities}
+    rules |= {vague_names, prints, missing_docstrings, impurities, reaches_inside}
     assert {rule for rule, _, _ in BREACHES} == {rule for rule, _, _ in KEEPERS} == rules

@@ -14,6 +14,7 @@ from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import Generation, StageNumber, WorkerId
 from anabranch.core.schemas import Layout, Op, VariableKind, VariableSpec
 from anabranch.core.state_files import ChangeFile
+from support.sentences import says
 
 INT8, INT16, INT32, INT64 = pa.int8(), pa.int16(), pa.int32(), pa.int64()
 FLOAT, DOUBLE, STRING = pa.float32(), pa.float64(), pa.string()
@@ -187,9 +188,10 @@ def test_what_cannot_be_read_is_an_error_that_names_file_and_columns() -> None:
     table = pa.table({"k": [1], "a": [1], "b": ["x"]})
     with pytest.raises(CheckpointError) as caught:
         to_layout(table, pa.schema([("k", INT64), ("a", INT32)]), "the/file.parquet")
-    assert str(caught.value) == (
-        "The state in the/file.parquet does not fit this query: column a cannot change from bigint to int, column b is "
-        "not in this query. Start the query as it was when the file was written, or use a new checkpoint."
+    assert says(
+        str(caught.value),
+        "The state in the/file.parquet does not fit … column a cannot change from bigint to int … column b is not in "
+        "this query … Start the query as it was … or use a new checkpoint",
     )
 
 

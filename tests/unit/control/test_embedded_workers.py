@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
+import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +25,7 @@ from anabranch.core.ids import WorkerId
 from anabranch.core.requests import Health
 from anabranch.wire.client import WorkerClient
 from anabranch.wire.credentials import Credentials
+from support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -38,20 +39,42 @@ def make(**options: Any) -> EmbeddedWorkers:
     return EmbeddedWorkers(**{**defaults, "start_timeout_s": 60.0, **options})
 
 
-def scripted(program: str) -> ForkServer:
+class MarkedForkServer(ForkServer):
+    """A fork server whose process can be told from others of this machine."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._mark = f"-Xtest={uuid.uuid4().hex}"
+        super().__init__([sys.executable, self._mark, *(arguments or ("-m", "anabranch.worker.server.fork_server"))])
+
+    def processes(self) -> list[psutil.Process]:
+        """The process that forks: one, or none."""
+        children = psutil.Process().children()
+        return [child for child in children if child.is_running() and self._mark in command_of(child)]
+
+    @property
+    def process(self) -> psutil.Process:
+        (process,) = self.processes()
+        return process
+
+    def children(self) -> list[psutil.Process]:
+        return list(self.process.children())
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
+def scripted(program: str) -> MarkedForkServer:
     """Starts another program in place of the worker."""
     serving = "import socket, sys; from anabranch.worker.server.fork_server import serve; "
     serving += f"serve(socket.socket(fileno=int(sys.argv[1])), lambda options: exec({program!r}))"
-    return ForkServer([sys.executable, "-c", serving])
+    return MarkedForkServer("-c", serving)
 
 
-def children_of(fork_server: ForkServer) -> list[psutil.Process]:
-    assert fork_server._process is not None
-    children: list[psutil.Process] = psutil.Process(fork_server._process.pid).children()
-    return children
-
-
-class SlowNursery(ForkServer):
+class SlowForkServer(MarkedForkServer):
     """Starts a worker, and hands it over when it may."""
 
     def __init__(self) -> None:
@@ -70,8 +93,7 @@ class SlowNursery(ForkServer):
 def kill(workers: EmbeddedWorkers, worker: WorkerAddress) -> None:
     """End a worker, and see that this is noticed."""
     os.kill(worker.pid, signal.SIGKILL)
-    assert workers._processes[worker.worker].wait(10)
-    assert workers.exited() == {worker.worker}
+    wait_until(lambda: workers.exited() == {worker.worker}, "the end of the worker is noticed")
 
 
 def test_workers_are_ready_when_they_are_started_and_gone_when_they_are_stopped(tmp_path: Path) -> None:
@@ -100,7 +122,7 @@ def test_a_worker_that_ends_at_once_shows_its_log(tmp_path: Path) -> None:
     workers = make(fork_server=fork_server, log_path=str(tmp_path))
     with pytest.raises(WorkerError, match=r"failed to start\. Its log, .*, ends: Error: no room on this mac") as caught:
         workers.start(2)
-    assert children_of(fork_server) == []
+    assert fork_server.children() == []
     workers.stop()
     # What the error names is there, for those who want to see all of it.
     (named,) = re.findall(r"Its log, (.*), ends: ", str(caught.value))
@@ -166,7 +188,7 @@ def test_a_worker_that_says_nothing_in_time_is_killed() -> None:
     other = fork_server.start({}, 60)  # so that only the worker itself is waited for
     with pytest.raises(WorkerError, match=r"did not start within 1 s. Raise anabranch\.startTimeout.*still loading"):
         make(fork_server=fork_server, start_timeout_s=1.0).start(1)
-    assert [child.pid for child in children_of(fork_server)] == [other.pid]
+    assert [child.pid for child in fork_server.children()] == [other.pid]
     other.send_signal(signal.SIGKILL)
     other.bury()
     fork_server.close()
@@ -181,7 +203,7 @@ def test_a_worker_that_does_not_stop_is_killed(
     workers = make(fork_server=fork_server)
     assert workers.start(1)[0].address == "a:1"
     workers.stop()
-    assert children_of(fork_server) == []
+    assert fork_server.children() == []
     assert "does not stop; killing it" in caplog.text
     fork_server.close()
 
@@ -206,20 +228,19 @@ def test_a_nursery_that_cannot_start_shows_its_log() -> None:
 
 
 def test_a_nursery_that_does_not_answer_is_given_up() -> None:
-    fork_server = ForkServer([sys.executable, "-c", "import threading; threading.Event().wait(60)"])
+    fork_server = MarkedForkServer("-c", "import threading; threading.Event().wait(60)")
     with pytest.raises(WorkerError, match=r"did not start within 1 s"):
         make(fork_server=fork_server, start_timeout_s=1.0).start(1)
-    assert fork_server._process is None
+    assert fork_server.processes() == []
 
 
 def test_workers_outlive_their_nursery_and_new_ones_get_another() -> None:
-    fork_server = ForkServer()
+    fork_server = MarkedForkServer()
     workers = make(fork_server=fork_server)
     try:
         (first,) = workers.start(1)
-        assert fork_server._process is not None
-        os.kill(fork_server._process.pid, signal.SIGKILL)
-        fork_server._process.wait()
+        fork_server.process.kill()
+        wait_until(lambda: not fork_server.processes(), "the fork server has ended")
         assert workers.exited() == frozenset()
         (second,) = workers.start(1)
         kill(workers, first)
@@ -236,11 +257,11 @@ def test_a_nursery_that_is_killed_while_it_is_asked_gets_a_successor(tmp_path: P
     killed += "if first.exists():\n    socket.socket(fileno=int(sys.argv[1])).recv(1); first.unlink()\n"
     killed += "    os.kill(os.getpid(), signal.SIGKILL)\n"
     killed += "import runpy; runpy.run_module('anabranch.worker.server.fork_server', run_name='__main__')"
-    fork_server = ForkServer([sys.executable, "-c", killed])
+    fork_server = MarkedForkServer("-c", killed)
     workers = make(fork_server=fork_server)
     try:
         (worker,) = workers.start(1)
-        assert [child.pid for child in children_of(fork_server)] == [worker.pid]
+        assert [child.pid for child in fork_server.children()] == [worker.pid]
     finally:
         workers.stop()
     fork_server.close()
@@ -264,10 +285,9 @@ def test_a_worker_ends_with_the_driver_even_when_that_is_killed() -> None:
 
 def test_a_nursery_has_one_thread_so_that_it_can_be_forked() -> None:
     """Only jemalloc, which knows what to do about forks, has another one."""
-    fork_server = ForkServer()
+    fork_server = MarkedForkServer()
     child = fork_server.start({"nonsense": 1}, 60)
-    assert fork_server._process is not None
-    threads = Path(f"/proc/{fork_server._process.pid}/task").glob("*/comm")
+    threads = Path(f"/proc/{fork_server.process.pid}/task").glob("*/comm")
     assert len([name for name in (thread.read_text() for thread in threads) if "jemalloc" not in name]) == 1
     child.bury()
     fork_server.close()
@@ -289,12 +309,11 @@ def test_a_worker_has_the_environment_of_the_driver_as_it_is_now(monkeypatch: py
 
 def test_a_nursery_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nursery_module, "_BURY_TIMEOUT_S", 0.2)
-    fork_server = ForkServer()
+    fork_server = MarkedForkServer()
     workers = make(fork_server=fork_server)
     try:
         (first,) = workers.start(1)
-        assert fork_server._process is not None
-        os.kill(fork_server._process.pid, signal.SIGSTOP)
+        fork_server.process.suspend()
         kill(workers, first)
         (second,) = workers.start(1)
         assert psutil.pid_exists(second.pid)
@@ -304,7 +323,7 @@ def test_a_nursery_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyP
 
 
 def test_a_lost_worker_is_found_while_another_one_starts() -> None:
-    fork_server = SlowNursery()
+    fork_server = SlowForkServer()
     workers = make(fork_server=fork_server)
     try:
         (first,) = workers.start(1)
@@ -315,8 +334,7 @@ def test_a_lost_worker_is_found_while_another_one_starts() -> None:
             try:
                 assert fork_server.has_started.wait(60)
                 os.kill(first.pid, signal.SIGKILL)
-                assert workers._processes[first.worker].wait(10)
-                assert pool.submit(workers.exited).result(10) == {first.worker}
+                wait_until(lambda: pool.submit(workers.exited).result(10) == {first.worker}, "the loss is noticed")
             finally:
                 fork_server.may_return.set()
             assert [worker.worker for worker in starting.result(60)] == ["worker-2"]
@@ -326,7 +344,7 @@ def test_a_lost_worker_is_found_while_another_one_starts() -> None:
 
 
 def test_a_worker_that_starts_while_all_are_stopped_is_killed() -> None:
-    fork_server = SlowNursery()
+    fork_server = SlowForkServer()
     workers = make(fork_server=fork_server)
     fork_server.may_return.clear()
     with ThreadPoolExecutor() as pool:
@@ -334,26 +352,26 @@ def test_a_worker_that_starts_while_all_are_stopped_is_killed() -> None:
         try:
             assert fork_server.has_started.wait(60)
             pool.submit(workers.stop).result(10)
-            assert len(children_of(fork_server)) == 1
+            assert len(fork_server.children()) == 1
         finally:
             fork_server.may_return.set()
         with pytest.raises(WorkerError, match="is being stopped, and starts no more workers"):
             starting.result(60)
-    assert children_of(fork_server) == []
+    assert fork_server.children() == []
     fork_server.close()
 
 
-def test_a_worker_that_is_waited_for_while_all_are_stopped_is_not_taken_for_broken() -> None:
-    fork_server = scripted("import sys; sys.stdin.read()")
+def test_a_worker_that_is_waited_for_while_all_are_stopped_is_not_taken_for_broken(tmp_path: Path) -> None:
+    waiting = tmp_path / "waiting"
+    fork_server = scripted(f"import pathlib, sys; pathlib.Path({str(waiting)!r}).touch(); sys.stdin.read()")
     workers = make(fork_server=fork_server)
     with ThreadPoolExecutor() as pool:
         starting = pool.submit(workers.start, 1)
-        while not workers._processes and not starting.done():
-            time.sleep(0.01)
+        wait_until(lambda: waiting.exists() or starting.done(), "the worker runs, and is waited for")
         pool.submit(workers.stop).result(30)
         with pytest.raises(WorkerError, match="is being stopped, and starts no more workers"):
             starting.result(60)
-    assert children_of(fork_server) == []
+    assert fork_server.children() == []
     fork_server.close()
 
 
@@ -361,23 +379,24 @@ def test_a_nursery_that_starts_a_worker_does_not_hide_that_another_one_has_ended
     fork_server = scripted("import sys; sys.stdin.read()")
     first = fork_server.start({}, 60)
     second = fork_server.start({}, 60)  # by now the nursery has closed what is the first one's
-    assert fork_server._process is not None
-    os.kill(fork_server._process.pid, signal.SIGSTOP)
+    process = fork_server.process
+    process.suspend()
     with ThreadPoolExecutor() as pool:
         starting = pool.submit(fork_server.start, {}, 60)
         try:
-            while not fork_server._lock.locked():
-                time.sleep(0.01)
+            # So long that it has asked the fork server, which does not answer.
+            with pytest.raises(TimeoutError):
+                starting.result(0.3)
             first.send_signal(signal.SIGKILL)
             assert pool.submit(first.wait, 10).result(20)
             assert first.has_ended()
             assert not starting.done()
         finally:
-            os.kill(fork_server._process.pid, signal.SIGCONT)
+            process.resume()
         third = starting.result(60)
-    assert [child.pid for child in children_of(fork_server)] == [second.pid, third.pid]
+    assert [child.pid for child in fork_server.children()] == [second.pid, third.pid]
     for child in (first, second, third):
         child.end_input()
         child.bury()
-    assert children_of(fork_server) == []
+    assert fork_server.children() == []
     fork_server.close()

@@ -44,7 +44,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     yield make
     for coordinator in made:
-        coordinator.cluster._heartbeat.stop()
+        coordinator.cluster.close()
 
 
 def groups_of(worker: StandIn) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from anabranch.core.errors import EpochError, FencedError, LostWorkerError
-from anabranch.engine.runner import EpochInput, EpochRunner, Stopwatch
+from anabranch.engine.runner import EpochInput, EpochRunner, Stopwatch, complete_missing
 from anabranch.engine.tasks import TaskEpoch
 
 
@@ -22,6 +22,10 @@ class Job:
     losses: Counter[int]
     durable_with_run: Mapping[int, int] = field(default_factory=dict)
     runs: Counter[int] = field(default_factory=Counter)
+    #: The epoch of which Spark never runs a task, and whether a newer driver takes over when a worker is lost.
+    incomplete_epoch: int | None = None
+    is_replaced: bool = False
+    aborted: list[int] = field(default_factory=list)
     committed_epoch: int = -1
     durable_epoch: int = -1
     worker_count: int = 1
@@ -37,6 +41,7 @@ class Job:
         if self.losses[epoch.epoch]:
             self.losses[epoch.epoch] -= 1
             raise LostWorkerError(f"worker-{self.runs.total()} cannot be reached.")
+        complete_missing(self, epoch.epoch, lambda _missing: None)
         return {}
 
     def commit(self, epoch: int) -> Mapping[str, Any]:
@@ -49,24 +54,25 @@ class Job:
         assert epoch == self.committed_epoch
 
     def recover(self, epoch: int) -> bool:
-        del epoch
+        if epoch == self.incomplete_epoch:
+            return False
         self.committed_epoch = self.durable_epoch
         return True
 
     def lost_lately(self, changes: int) -> list[str]:
         return [f"worker-{number}" for number in range(changes)]
 
-    def abort(self, epoch: int) -> None: ...
+    def abort(self, epoch: int) -> None:
+        self.aborted.append(epoch)
 
     def fenced(self) -> FencedError | None:
-        return None
+        return FencedError("A newer driver has taken over.") if self.is_replaced else None
 
     def accesses(self) -> Mapping[int, Any]:
         return {}
 
     def missing(self, epoch: int) -> Mapping[int, frozenset[int]]:
-        del epoch
-        return {}
+        return {1: frozenset({2})} if epoch == self.incomplete_epoch else {}
 
 
 def run(job: Job, epochs: int = 4) -> None:
@@ -100,3 +106,22 @@ def test_runs_count_anew_when_an_epoch_has_become_durable_meanwhile() -> None:
     assert (job.committed_epoch, job.losses.total()) == (3, 0)
     with pytest.raises(EpochError, match="Epoch 3 was run 5 times"):
         run(Job(Counter({3: 17}), durable_with_run={0: 4, 1: 8, 2: 12}))
+
+
+def test_an_epoch_of_which_spark_never_runs_all_tasks_is_aborted_and_ends_the_query() -> None:
+    job = Job(Counter(), incomplete_epoch=2)
+    with pytest.raises(
+        EpochError, match=r"Epoch 2 cannot be completed.*\{1: frozenset\(\{2\}\)\}.*Start the query again"
+    ):
+        run(job)
+    assert (job.committed_epoch, job.aborted) == (1, [2])
+    assert job.runs == {0: 1, 1: 1, 2: 1}
+
+
+def test_whatever_fails_after_a_newer_driver_took_over_is_put_down_to_that_and_runs_no_more() -> None:
+    job = Job(Counter({1: 1}), is_replaced=True)
+    with pytest.raises(FencedError, match="newer driver") as caught:
+        run(job)
+    assert isinstance(caught.value.__cause__, LostWorkerError)
+    assert (job.committed_epoch, job.aborted) == (0, [1])
+    assert job.runs == {0: 1, 1: 1}

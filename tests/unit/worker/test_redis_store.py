@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import redis
 from redis.cluster import key_slot
 
 from anabranch.core.errors import WorkerError
@@ -48,11 +49,29 @@ Open = Callable[..., RedisStore]
 
 
 @pytest.fixture
-def open_worker(connection: RedisConnection, layout: Layout) -> Iterator[Open]:
+def prefix() -> str:
+    return new_prefix()
+
+
+@pytest.fixture
+def open_worker(connection: RedisConnection, layout: Layout, prefix: str) -> Iterator[Open]:
     """Opens the store of another worker on the same state."""
-    prefix = new_prefix()
     yield lambda: RedisStore(VariableCodec(layout).shape(KEY_GROUPS), connection, prefix)
     delete_prefix(connection, prefix)
+
+
+@pytest.fixture
+def trips(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of commands in each round trip to Redis."""
+    seen: list[int] = []
+    for kind in (redis.client.Pipeline, redis.cluster.ClusterPipeline):
+
+        def execute(pipeline: Any, *arguments: Any, known: Any = kind.execute, **named: Any) -> Any:
+            seen.append(len(pipeline))
+            return known(pipeline, *arguments, **named)
+
+        monkeypatch.setattr(kind, "execute", execute)
+    return seen
 
 
 def changes(layout: Layout, numbers: range, value: int, op: int = Op.PUT) -> Changes:
@@ -84,8 +103,8 @@ def contents(snapshot: Iterator[Rows], layout: Layout) -> dict[int, int]:
     return {row[HASH]: int(row["x"]) for row in rows}
 
 
-def names(connection: RedisConnection, store: RedisStore) -> set[bytes]:
-    return {name for piece in connection.keys(store._prefix) for name in piece}
+def names(connection: RedisConnection, prefix: str) -> set[bytes]:
+    return {name for piece in connection.keys(prefix) for name in piece}
 
 
 # ------------------------------------------------------------------------------------------ several workers
@@ -129,7 +148,7 @@ def test_key_groups_that_are_not_in_use_are_refused(open_worker: Open, layout: L
 
 
 def test_a_new_incarnation_starts_empty_and_the_torn_one_can_be_removed(
-    open_worker: Open, connection: RedisConnection, layout: Layout
+    open_worker: Open, connection: RedisConnection, layout: Layout, prefix: str
 ) -> None:
     killed, heir = open_worker(), open_worker()
     killed.use(ALL, "a")
@@ -137,14 +156,14 @@ def test_a_new_incarnation_starts_empty_and_the_torn_one_can_be_removed(
     assert heir.use(ALL, "b") == set(ALL)
     assert heir.rows() == 0
     heir.apply(changes(layout, range(32), 2))
-    delete_prefix(connection, f"{heir._prefix}:a")
+    delete_prefix(connection, f"{prefix}:a")
     assert contents(heir.snapshot(None), layout) == dict.fromkeys(range(32), 2)
     with pytest.raises(WorkerError, match="no longer has the state"):
         killed.rows()
 
 
 def test_what_a_store_used_under_another_incarnation_is_removed(
-    open_worker: Open, connection: RedisConnection, layout: Layout
+    open_worker: Open, connection: RedisConnection, layout: Layout, prefix: str
 ) -> None:
     store = open_worker()
     store.use(ALL, "a")
@@ -154,7 +173,7 @@ def test_what_a_store_used_under_another_incarnation_is_removed(
     assert store.use(range(8, 16), "a") == frozenset()
     assert store.rows() == 32
     assert contents(snapshot, layout) == dict.fromkeys(range(64), 1)
-    left = {int(name.split(b"{")[1].split(b"}")[0]) for name in names(connection, store) if b":a:{" in name}
+    left = {int(name.split(b"{")[1].split(b"}")[0]) for name in names(connection, prefix) if b":a:{" in name}
     assert left == set(range(8, 16))
 
 
@@ -171,97 +190,105 @@ def test_a_snapshot_stays_as_it_was_while_another_worker_goes_on(open_worker: Op
     assert contents(snapshot, layout) == {n: 1 for n in range(400) if n % KEY_GROUPS < 8}
 
 
-def test_what_nobody_changes_is_not_kept_for_a_snapshot(open_worker: Open, layout: Layout) -> None:
+def test_only_what_changes_is_kept_for_a_snapshot_and_only_while_there_is_one(
+    open_worker: Open, connection: RedisConnection, layout: Layout, prefix: str, trips: list[int]
+) -> None:
     store = open_worker()
     store.use(ALL, "a")
     store.apply(changes(layout, range(160), 1))
     snapshot = store.snapshot(None)
+    trips.clear()
     store.apply(changes(layout, range(2), 2))
-    (kept,) = store._snapshots
-    assert sum(map(len, kept._kept)) == 20
-    del snapshot, kept
-    assert not store._snapshots
+    assert len(trips) > 1, "the key groups are read before they change"
+    del snapshot
+    trips.clear()
+    store.apply(changes(layout, range(2), 3))
+    assert len(trips) == 1
+    snapshot = store.snapshot(None)
+    store.apply(changes(layout, range(2), 4))
+    delete_prefix(connection, prefix)
+    # All rows of two key groups; the others were left in Redis.
+    assert len(next(snapshot)) == 20
+    with pytest.raises(WorkerError, match="no longer has the state"):
+        next(snapshot)
 
 
 # ------------------------------------------------------------------------------------------ what is in Redis
 
 
 def test_all_of_a_key_group_is_in_one_slot_under_its_prefix_and_incarnation(
-    open_worker: Open, connection: RedisConnection, layout: Layout
+    open_worker: Open, connection: RedisConnection, layout: Layout, prefix: str
 ) -> None:
     store = open_worker()
     store.use(ALL, "a-1.b")
     store.apply(changes(layout, range(100), 1))
-    found = names(connection, store)
+    found = names(connection, prefix)
     for group in ALL:
-        start = f"{store._prefix}:a-1.b:{{{group}}}:".encode()
+        start = f"{prefix}:a-1.b:{{{group}}}:".encode()
         of_group = {name for name in found if name.startswith(start)}
         assert len({key_slot(name) for name in of_group}) == 1
         found -= of_group
     assert not found
 
 
-def test_only_what_is_dropped_leaves_redis(open_worker: Open, connection: RedisConnection, layout: Layout) -> None:
+def test_only_what_is_dropped_leaves_redis(
+    open_worker: Open, connection: RedisConnection, layout: Layout, prefix: str
+) -> None:
     store = open_worker()
     store.use(ALL, "a")
     assert store.size_bytes() > 0
     store.apply(changes(layout, range(1600), 1))
-    before, size = names(connection, store), store.size_bytes()
+    before, size = names(connection, prefix), store.size_bytes()
     assert 1600 * 10 < size < 1600 * 400
     store.drop_groups(range(8))
-    after = names(connection, store)
+    after = names(connection, prefix)
     assert 0 < len(after) < len(before)
     assert size / 4 < store.size_bytes() < size / 4 * 3
     store.hand_over(range(8, 12))
-    assert names(connection, store) == after
+    assert names(connection, prefix) == after
     store.destroy()
-    left = names(connection, store)
+    left = names(connection, prefix)
     assert left == {name for name in after if any(b"{%d}" % group in name for group in range(8, 12))}
     store.destroy()
     again = open_worker()
     again.use(range(8, 12), "a")
     again.close()
-    assert names(connection, again) == left
+    assert names(connection, prefix) == left
 
 
 @pytest.mark.parametrize("op", [Op.DELETE, Op.CLEAR])
 def test_keys_without_entries_take_no_room(
-    open_worker: Open, connection: RedisConnection, layout: Layout, op: int
+    open_worker: Open, connection: RedisConnection, layout: Layout, op: int, prefix: str
 ) -> None:
     store = open_worker()
     store.use(ALL, "a")
-    empty = names(connection, store)
+    empty = names(connection, prefix)
     store.apply(changes(layout, range(100), 1))
     store.apply(changes(layout, range(100), 0, op))
-    assert names(connection, store) == empty
+    assert names(connection, prefix) == empty
     assert store.rows() == 0
 
 
 def test_delete_prefix_removes_a_job_and_no_other(connection: RedisConnection) -> None:
     shape, prefix = VariableCodec(LIST).shape(KEY_GROUPS), new_prefix() + "[1]*"
-    stores = [RedisStore(shape, connection, name) for name in (prefix, f"{prefix}:v", f"{prefix}0", f"x{prefix}")]
+    prefixes = [prefix, f"{prefix}:v", f"{prefix}0", f"x{prefix}"]
+    stores = [RedisStore(shape, connection, name) for name in prefixes]
     for store in stores:
         store.use(ALL, "a")
         store.apply(changes(LIST, range(1000), 1))
     delete_prefix(connection, prefix)
-    assert [bool(names(connection, store)) for store in stores] == [False, False, True, True]
+    assert [bool(names(connection, name)) for name in prefixes] == [False, False, True, True]
     assert [store.rows() for store in stores[2:]] == [1000, 1000]
     for store in stores[2:]:
         store.destroy()
 
 
 @pytest.mark.parametrize("count", [1, 2000])
-def test_a_batch_is_one_round_trip(
-    open_worker: Open, layout: Layout, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_is_one_round_trip(open_worker: Open, layout: Layout, count: int, trips: list[int]) -> None:
     store = open_worker()
     store.use(ALL, "a")
     store.apply(changes(layout, range(2 * count), 1))
-    trips: list[int] = []
-    answers = RedisConnection._answers
-    monkeypatch.setattr(
-        RedisConnection, "_answers", lambda self, piece: trips.append(len(piece)) or answers(self, piece)
-    )
+    trips.clear()
     store.apply(changes(layout, range(count), 2))
     store.read(keys(layout, range(count)))
     assert trips == [min(count, KEY_GROUPS)] * 2
@@ -361,12 +388,14 @@ def test_a_change_that_arrives_late_does_not_undo_newer_ones(
     server: RedisServer, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(server, layout)
-    sent: list[Any] = []
-    answers = RedisConnection._answers
-    monkeypatch.setattr(RedisConnection, "_answers", lambda self, piece: sent.append(piece) or answers(self, piece))
+    sent: list[tuple[RedisConnection, Any]] = []
+    run = RedisConnection.run
+    monkeypatch.setattr(
+        RedisConnection, "run", lambda self, commands: sent.append((self, commands)) or run(self, commands)
+    )
     store.apply(changes(layout, range(100), 2))
     store.apply(changes(layout, range(100), 3))
-    answers(store._rows._connection, sent[0])
+    run(*sent[0])
     assert read(store, layout, range(100)) == dict.fromkeys(range(100), 3)
     assert store.rows() == 100
     store.apply(changes(layout, range(100), 4))
@@ -497,12 +526,12 @@ def test_incarnations_that_would_be_mistaken_are_refused(redis_connection: Redis
         store.use([0], incarnation)
 
 
-def test_pieces_of_commands_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_commands_are_bounded(
+    redis_connection: RedisConnection, trips: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "_PIPELINE_BYTES", 20)
     monkeypatch.setattr(connections, "_PIPELINE_COMMANDS", 3)
-    commands: list[Any] = [("GET", b"x" * size) for size in (0, 0, 0, 0, 16, 2, 50, 1, 1)]
-    pieces = list(connections._pieces(commands))
-    assert [len(piece) for piece in pieces] == [3, 1, 1, 1, 1, 2]
-    assert all(len(piece) <= 3 for piece in pieces)
-    assert all(len(piece) == 1 or sum(len(c[0]) + len(c[1]) for c in piece) <= 20 for piece in pieces)
-    assert [command for piece in pieces for command in piece] == commands
+    texts = [b"x" * size for size in (0, 0, 0, 0, 16, 2, 50, 1, 1)]
+    # The name of the command counts, and one that is too long goes by itself.
+    assert redis_connection.run([("ECHO", text) for text in texts]) == texts
+    assert trips == [3, 1, 1, 1, 1, 2]

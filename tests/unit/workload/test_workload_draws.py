@@ -1,5 +1,7 @@
 """Draws depend on the seed, the stream and the number alone, and have the shape that was asked for."""
 
+import zlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,16 +9,26 @@ from hypothesis import strategies as st
 
 from anabranch.workload.draws import EXACT_RANKS, below, bits, choices, ranks
 
+_MASK = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def splitmix64(state: int) -> int:
+    """The published generator's output that follows a state."""
+    mixed = (state + _GAMMA) & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return mixed ^ mixed >> 31
+
 
 def test_draws_are_those_of_splitmix64() -> None:
-    """The published first outputs of the generator for seed 0, entered where our stream begins."""
-    from anabranch.workload import draws
-
-    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [draws._mix_one(number * draws._GAMMA & draws._MASK) for number in range(3)] == expected
-    salt = draws._mix_one(0 ^ draws._mix_one(draws.zlib.crc32(b"id")))
-    mixed = [draws._mix_one((salt + (number - 1) * draws._GAMMA) & draws._MASK) for number in range(5)]
-    assert bits(0, "id", 0, 5).tolist() == mixed
+    """The generator is entered where the stream begins; its own first outputs for seed 0 are published."""
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [splitmix64(number * _GAMMA) for number in range(3)] == published
+    for seed in (0, 7):
+        salt = splitmix64(seed ^ splitmix64(zlib.crc32(b"id")))
+        assert bits(seed, "id", 0, 5).tolist() == [splitmix64(salt + (number - 1) * _GAMMA) for number in range(5)]
+        assert bits(seed, "id", 3, 2).tolist() == bits(seed, "id", 0, 5).tolist()[3:]
 
 
 @given(

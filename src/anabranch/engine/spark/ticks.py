@@ -36,7 +36,8 @@ class Ticks:
         #: Whether each epoch with rows is followed by one more.
         self._after_rows = after_rows
         self._folder = Path(tempfile.mkdtemp(prefix="anabranch-ticks-"))
-        self._file = self._folder / "wish"
+        #: What readers look at: it holds the number of the newest wish, and is there from the first one on.
+        self.file = self._folder / "wish"
         self._wishes = 0
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -46,7 +47,7 @@ class Ticks:
         """Returns the same rows, from a stream that also runs when an epoch is wished for."""
         spark = rows.sparkSession
         spark.dataSource.register(TickSource)
-        ticks = spark.readStream.format(NAME).option(_FILE, str(self._file)).load()
+        ticks = spark.readStream.format(NAME).option(_FILE, str(self.file)).load()
         return rows.union(ticks.select(*[F.lit(None).cast(field.dataType).alias(field.name) for field in rows.schema]))
 
     def wish(self) -> None:
@@ -55,9 +56,9 @@ class Ticks:
             if self._ended.is_set():
                 return
             self._wishes += 1
-            new = self._file.with_suffix(".new")
+            new = self.file.with_suffix(".new")
             new.write_text(str(self._wishes))
-            new.replace(self._file)
+            new.replace(self.file)
 
     def note_epoch(self, *, had_rows: bool) -> None:
         """Notes the end of an epoch. One that had rows may have moved the watermark, so another one is wished for."""
