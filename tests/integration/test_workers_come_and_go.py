@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
+from anabranch.control.http.openapi import description
 from pyspark.sql import SparkSession
 
 from anabranch import cli
-from anabranch.control.http.openapi import description
 from anabranch.control.membership import change as changing
 from anabranch.control.membership import launcher
 from anabranch.control.membership.fork_server import FORK_SERVER
@@ -155,7 +155,7 @@ def test_a_worker_joins_takes_load_and_hands_over_when_it_is_told_to_stop(live: 
                 visit()
         assert sum(worker["keyGroups"] for worker in query.workers()) == 1024
         assert len(query.workers()) == 2
-        assert [repair for _, report in query.epoch_reports() for repair in report["repairs"]] == []
+        assert [repair for report in query.epoch_reports() for repair in report.repairs] == []
         live.run()
         live.assert_exact()
 
@@ -544,5 +544,5 @@ def test_a_worker_that_the_query_started_may_be_told_to_stop_too(live: LiveQuery
             wait_until(lambda: has_left(live, victim["id"]) and is_gone(victim["pid"]), "the worker has left")
             live.pass_epochs()
         assert [worker["keyGroups"] for worker in query.workers()] == [1024]
-        assert [repair for _, report in query.epoch_reports() for repair in report["repairs"]] == []
+        assert [repair for report in query.epoch_reports() for repair in report.repairs] == []
         live.assert_exact()

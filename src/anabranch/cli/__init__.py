@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.checkpoint import checkpoint_app
+from anabranch.cli.checkpoint import checkpoint_app, savepoint
 from anabranch.cli.job_api import TlsAuthority, TlsCertificate, TlsKey, Token
 from anabranch.cli.jobs import drain, scale, status, stop, workers
 from anabranch.cli.jobs import token as show_token
-from anabranch.cli.savepoint import savepoint
 from anabranch.core.errors import AnabranchError
 from anabranch.core.settings import STORES
 from anabranch.demo.command import demo

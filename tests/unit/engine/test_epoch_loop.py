@@ -7,12 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 from pyspark.sql.types import StringType, StructField, StructType
 
 from anabranch.core.errors import EpochError, FencedError
+from anabranch.core.reports import EpochReport
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.segments import Operation, Segment
 from anabranch.engine.stages import StageClock
+from support.epoch_reports import epoch_report
 
 
 class Rows:
@@ -119,9 +122,9 @@ class Control:
         del epoch
         return self.gaps.pop(0) if self.gaps else {}
 
-    def commit(self, epoch: int) -> Mapping[str, Any]:
+    def commit(self, epoch: int) -> EpochReport:
         self.journal.append(f"commit {epoch}")
-        return {"changedRows": 7}
+        return epoch_report(epoch, changed_rows=7)
 
     def abort(self, epoch: int) -> None:
         self.journal.append(f"abort {epoch}")
@@ -236,7 +239,7 @@ def test_late_rows_are_written_after_the_sinks_and_before_the_commit() -> None:
     found = run(loop, control)
     look = ["look in ['rows']", "late 0", "release kept rows"]
     assert found == ["begin 0", "write s1(rows)", *look, "commit 0"]
-    assert loop.reports[-1][1]["lateRows"] == 2
+    assert loop.reports[-1].late_rows == 2
 
 
 def test_an_epoch_without_late_rows_takes_back_those_of_an_earlier_run() -> None:
@@ -327,11 +330,12 @@ def test_each_epoch_leaves_a_report() -> None:
     loop, control = make()
     run(loop, control, 0)
     run(loop, control, 1)
-    reports = dict(loop.reports)
-    assert list(reports) == [0, 1]
-    assert reports[1]["changedRows"] == 7
-    assert reports[1]["watermarkMs"] == 5
-    assert list(reports[1]["durationMs"]) == ["begin", "plan", "sink", "complete", "commit"]
+    reports = list(loop.reports)
+    assert [report.epoch for report in reports] == [0, 1]
+    assert reports[1].changed_rows == 7
+    assert reports[1].watermark_ms == 5
+    assert reports[1].late_rows is UNSET
+    assert list(reports[1].duration_ms) == ["begin", "plan", "sink", "complete", "commit"]
 
 
 def test_an_epoch_waits_where_spark_can_interrupt_it_while_the_query_is_being_stopped() -> None:

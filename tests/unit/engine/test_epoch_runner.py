@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from anabranch.core.errors import EpochError, FencedError, LostWorkerError
+from anabranch.core.reports import EpochReport
 from anabranch.engine.runner import EpochInput, EpochRunner, Stopwatch
 from anabranch.engine.tasks import TaskEpoch
+from support.epoch_reports import epoch_report
 
 
 @dataclass
@@ -39,11 +41,11 @@ class Job:
             raise LostWorkerError(f"worker-{self.runs.total()} cannot be reached.")
         return {}
 
-    def commit(self, epoch: int) -> Mapping[str, Any]:
+    def commit(self, epoch: int) -> EpochReport:
         self.committed_epoch = epoch
         if self.runs[epoch] >= self.durable_with_run.get(epoch, 1000):
             self.durable_epoch = epoch
-        return {}
+        return epoch_report(epoch)
 
     def committed(self, epoch: int) -> None:
         assert epoch == self.committed_epoch
