@@ -93,14 +93,8 @@ def _warn_of_command_line(context: typer.Context, redis_url: str) -> None:
         )
 
 
-app.command()(workgen)
-app.command()(demo)
-app.command()(savepoint)
-app.command()(status)
-app.command()(workers)
-app.command()(scale)
-app.command()(drain)
-app.command()(stop)
+for command in (workgen, demo, savepoint, status, workers, scale, drain, stop):
+    app.command()(command)
 app.command("token")(show_token)
 app.add_typer(checkpoint_app)
 

@@ -106,7 +106,7 @@ class SealedAttempts(Struct, frozen=True, kw_only=True):
 class VariableChanges(Struct, frozen=True, kw_only=True):
     """How much an epoch changes one state variable."""
 
-    stage: StageNumber
+    stage: Annotated[StageNumber, Meta(ge=0, description="the number of a stage")]
     variable: str
     put: Annotated[int, Meta(ge=0, description="changes that set an entry")]
     removed: Annotated[int, Meta(ge=0, description="changes that remove something")]
@@ -115,7 +115,7 @@ class VariableChanges(Struct, frozen=True, kw_only=True):
 class DroppedRows(Struct, frozen=True, kw_only=True):
     """Rows that the tasks of a stage have dropped because they came too late."""
 
-    stage: StageNumber
+    stage: Annotated[StageNumber, Meta(ge=0, description="the number of a stage")]
     rows: Annotated[int, Meta(ge=0)]
 
 
@@ -139,7 +139,7 @@ class Prepared(Struct, frozen=True, kw_only=True):
 class HeldVariable(Struct, frozen=True, kw_only=True):
     """What a worker holds of one state variable."""
 
-    stage: StageNumber
+    stage: Annotated[StageNumber, Meta(ge=0, description="the number of a stage")]
     variable: str
     rows: Annotated[int, Meta(ge=0, description="of the key groups that the worker owns")]
     bytes: Annotated[int, Meta(ge=0, description="of all that the worker holds")]

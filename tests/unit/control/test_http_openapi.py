@@ -61,7 +61,7 @@ def test_every_field_of_an_answer_is_described() -> None:
 
 #: Fields that are described by their names and those of their reports.
 CLEAR_NAMES = {
-    *("lost", "started", "left", "joined", "variable", "put", "removed", "rows", "bytes", "keyGroups", "workers"),
+    *("lost", "started", "left", "joined", "variable", "rows", "keyGroups", "workers"),
     *("epoch", "routeVersion", "version", "strategy", "path", "stopping", "status", "error"),
 }
 
