@@ -177,7 +177,7 @@ def test_a_source_stands_still_for_longer_than_it_may(live: LiveQuery, leaves: b
             else:
                 post(query.url, "/workers", {"address": addresses[2]})
                 rescale = None
-            wait_until(lambda: query.coordinator.cluster.migrations.to_json(), "the migration has begun")
+            wait_until(lambda: query.coordinator.cluster.migrations.reports(), "the migration has begun")
             os.kill(source.pid, signal.SIGSTOP)
             live.run(2)
             wait_until(lambda: not query.coordinator.cluster.migrations.is_under_way, "all state has moved")

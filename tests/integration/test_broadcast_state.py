@@ -214,7 +214,7 @@ def rescale_and_kill(job: Job) -> None:
 
 
 def start_from_a_savepoint(job: Job) -> None:
-    assert [repair for _, report in job.query.epoch_reports() for repair in report["repairs"]], "no kill was noticed"
+    assert [repair for report in job.query.epoch_reports() for repair in report.repairs], "no kill was noticed"
     job.query.savepoint(str(job.folder / "savepoint"))
     job.stop()
     job.checkpoint = job.folder / "forked"

@@ -20,12 +20,25 @@ import pytest
 from pyspark.sql import SparkSession
 
 from anabranch import cli
-from anabranch.control.http.openapi import description
+from anabranch.control.http.endpoints import description
 from anabranch.control.membership import change as changing
 from anabranch.control.membership import launcher
 from anabranch.control.membership.fork_server import FORK_SERVER
 from anabranch.core.errors import SettingsError, UnsupportedError
 from anabranch.core.ids import WorkerId
+from anabranch.core.reports import (
+    ChangeReport,
+    EpochReport,
+    JobReport,
+    JsonReport,
+    MigrationReport,
+    RescaleReport,
+    RouteReport,
+    StageReport,
+    StatusReport,
+    WorkerReport,
+    properties,
+)
 from anabranch.core.requests import OpenJob, Request
 from anabranch.core.settings import DEFAULT_CONTROL_PORT
 from anabranch.wire import keyring
@@ -156,7 +169,7 @@ def test_a_worker_joins_takes_load_and_hands_over_when_it_is_told_to_stop(live: 
                 visit()
         assert sum(worker["keyGroups"] for worker in query.workers()) == 1024
         assert len(query.workers()) == 2
-        assert [repair for _, report in query.epoch_reports() for repair in report["repairs"]] == []
+        assert [repair for report in query.epoch_reports() for repair in report.repairs] == []
         live.run()
         live.assert_exact()
 
@@ -312,6 +325,7 @@ def assert_answers_are_described(query: Any) -> None:
     """All that is read of a job, and what changes it without waiting for an epoch."""
     for path in [path for path, item in description()["paths"].items() if "get" in item and path != "/scale"]:
         assert_described("GET", path, *ask(query.url, path))
+    assert_every_field_is_told(query)
     checkpoint = ask(query.url, "/job")[1]["checkpoint"]
     assert (Path(checkpoint) / "commits").is_dir()
     assert [stage["stateful"] for stage in ask(query.url, "/stages")[1]] == [False, True, False, True]
@@ -328,6 +342,29 @@ def assert_answers_are_described(query: Any) -> None:
     assert last.wait(WAIT_S), last.progress()
     assert_described("GET", "/migrations", *ask(query.url, "/migrations"))
     assert len(query.workers()) == workers
+
+
+def assert_every_field_is_told(query: Any) -> None:
+    """Reports declare no field that a query does not tell: those of late rows need late rows."""
+    index = ask(query.url, "/")[1]["job"]
+    told: dict[type[JsonReport], list[Any]] = {
+        JobReport: [index, ask(query.url, "/job")[1]],
+        RescaleReport: [index["rescale"], query.last_rescale.progress()],
+        StageReport: ask(query.url, "/stages")[1],
+        WorkerReport: ask(query.url, "/workers")[1],
+        RouteReport: [ask(query.url, "/route")[1]],
+        MigrationReport: ask(query.url, "/migrations")[1],
+        EpochReport: [*ask(query.url, "/epochs?limit=1000")[1], query.lastProgress["anabranch"]],
+        StatusReport: [query.status["anabranch"]],
+    }
+    for kind, reports in told.items():
+        declared = set(properties(kind)) - {"lateRows"}
+        assert [set(report) for report in reports] == [declared] * len(reports), kind
+        assert reports
+    changes = [change for epoch in told[EpochReport] for change in epoch["changes"]]
+    assert changes
+    assert all(set(change) == set(properties(ChangeReport)) for change in changes)
+    assert [set(worker) | {"state"} for worker in query.workers()] == [set(properties(WorkerReport))] * 4
 
 
 @pytest.mark.parametrize(
@@ -545,5 +582,5 @@ def test_a_worker_that_the_query_started_may_be_told_to_stop_too(live: LiveQuery
             wait_until(lambda: has_left(live, victim["id"]) and is_gone(victim["pid"]), "the worker has left")
             live.pass_epochs()
         assert [worker["keyGroups"] for worker in query.workers()] == [1024]
-        assert [repair for _, report in query.epoch_reports() for repair in report["repairs"]] == []
+        assert [repair for report in query.epoch_reports() for repair in report.repairs] == []
         live.assert_exact()

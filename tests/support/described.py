@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 
-from anabranch.control.http.openapi import description
+from anabranch.control.http.endpoints import description
 
 
 def assert_described(method: str, path: str, status: int, document: Any) -> None:

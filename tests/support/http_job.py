@@ -4,25 +4,27 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import asdict, replace
+
 from anabranch.core.errors import EpochError, SettingsError, UnsupportedError
 from anabranch.core.ids import Epoch, WorkerId
+from anabranch.core.membership_events import RescaleState
+from anabranch.core.reports import (
+    EpochReport,
+    JobReport,
+    MigrationReport,
+    Moves,
+    RescaleReport,
+    RouteReport,
+    SavepointReport,
+    StageReport,
+    WorkerReport,
+)
 from anabranch.core.routes import initial_route, moves, next_route
+from support.epoch_reports import epoch_report
 
 KEY_GROUPS = 64
 STAGES = {1: "clicks", 3: "sessions"}
-_MOVES = {
-    **dict.fromkeys(("rowsFetched", "rowsDrained", "bytesFetched", "bytesDrained", "changeMs"), 0),
-    "seconds": 0.5,
-}
-_CHANGE = {"strategy": "lazy", "routeVersion": 1, "firstEpoch": 42, "startedAt": 1.5e9, "joined": [], "left": []}
-_REPORT = {
-    **dict.fromkeys(("routeVersion", "durableEpoch", "changedRows", "changedBytes"), 0),
-    **{name: [] for name in ("repairs", "changes", "changedVariables", "droppedRows")},
-    "workers": 2,
-    "migrating": False,
-    "durationMs": {"sink": 7},
-    "watermarkMs": None,
-}
 
 
 class MemoryJob:
@@ -34,7 +36,7 @@ class MemoryJob:
         self._draining: set[WorkerId] = set()
         self._route = initial_route(list(self._addresses), KEY_GROUPS, Epoch(0))
         self._parallelism = dict.fromkeys(STAGES, 2)
-        self._rescales: list[dict[str, Any]] = []
+        self._rescales: list[RescaleReport] = []
         #: Raised by whatever is asked next.
         self.fault: BaseException | None = None
         #: Called by `savepoint`, so that it can take as long as a test likes.
@@ -44,53 +46,67 @@ class MemoryJob:
         self.savepoints: list[str] = []
         self.asked: list[tuple[Any, ...]] = []
 
-    def job(self) -> dict[str, Any]:
+    def job(self) -> JobReport:
         with self._lock:
             self._fail()
-            rescale = dict(self._rescales[-1]) if self._rescales else None
+            rescale = self._rescales[-1] if self._rescales else None
             self._bring()
-            return {
-                "id": "job-1",
-                "runId": "run-1",
-                "name": None,
-                "checkpoint": "/checkpoints/one",
-                "epoch": 41,
-                "durableEpoch": 41,
-                "keyGroups": KEY_GROUPS,
-                "migrating": any(each["state"] == "migrating" for each in self._rescales),
-                "workers": len(self._addresses),
-                "routeVersion": self._route.version,
-                "rescale": rescale,
-            }
+            return JobReport(
+                id="job-1",
+                run_id="run-1",
+                name=None,
+                checkpoint="/checkpoints/one",
+                epoch=41,
+                durable_epoch=41,
+                key_groups=KEY_GROUPS,
+                migrating=any(each.state == "migrating" for each in self._rescales),
+                workers=len(self._addresses),
+                route_version=self._route.version,
+                rescale=rescale,
+            )
 
-    def stages(self) -> list[dict[str, Any]]:
+    def stages(self) -> list[StageReport]:
         return [
-            {"number": n, "name": name, "stateful": True, "operations": [], "parallelism": self._parallelism[n]}
+            StageReport(number=n, name=name, stateful=True, operations=[], parallelism=self._parallelism[n])
             for n, name in STAGES.items()
         ]
 
-    def workers(self) -> list[dict[str, Any]]:
+    def workers(self) -> list[WorkerReport]:
         with self._lock:
             self._fail()
             return [self._worker(worker) for worker in self._addresses]
 
-    def route(self) -> dict[str, Any]:
-        owned = {worker: len(self._route.groups_of(worker)) for worker in self._route.workers}
-        document = self._route.to_json()
-        return {"firstEpoch": document.pop("first_epoch"), "keyGroups": owned, **document}
+    def route(self) -> RouteReport:
+        workers = list(self._route.workers)
+        return RouteReport(
+            version=self._route.version,
+            first_epoch=self._route.first_epoch,
+            workers=workers,
+            owners=[workers.index(owner) for owner in self._route.owners],
+            key_groups={worker: len(self._route.groups_of(worker)) for worker in workers},
+        )
 
-    def epochs(self, limit: int) -> list[dict[str, Any]]:
-        return [{**_REPORT, "epoch": epoch, "run": epoch} for epoch in range(41, max(41 - limit, -1), -1)]
+    def epochs(self, limit: int) -> list[EpochReport]:
+        return [epoch_report(epoch) for epoch in range(41, max(41 - limit, -1), -1)]
 
-    def migrations(self) -> list[dict[str, Any]]:
+    def migrations(self) -> list[MigrationReport]:
         with self._lock:
             return [
-                {**_MOVES, **_CHANGE, "done": each["state"] == "done"}
-                | {name: each[name] for name in ("number", "groupsMoving", "groupsPending")}
+                MigrationReport(
+                    **{name: value for name, value in asdict(each).items() if name in Moves.__struct_fields__},
+                    number=each.number,
+                    strategy="lazy",
+                    route_version=1,
+                    first_epoch=42,
+                    started_at=1.5e9,
+                    joined=[],
+                    left=[],
+                    done=each.state == "done",
+                )
                 for each in reversed(self._rescales)
             ]
 
-    def rescale(self, workers: int | None, parallelism: int | None, stage: int | str | None) -> dict[str, Any]:
+    def rescale(self, workers: int | None, parallelism: int | None, stage: int | str | None) -> RescaleReport:
         with self._lock:
             self._fail()
             self.asked.append(("rescale", workers, parallelism, stage))
@@ -102,7 +118,7 @@ class MemoryJob:
                 del self._addresses[worker]
             return self._reroute(f"rescale to {len(self._addresses)} workers")
 
-    def scale_out(self, stage: int | str | None) -> dict[str, Any]:
+    def scale_out(self, stage: int | str | None) -> RescaleReport:
         with self._lock:
             self._fail()
             self.asked.append(("scale_out", stage))
@@ -110,7 +126,7 @@ class MemoryJob:
                 self._parallelism[self._stage(stage)] += 1
             return self.rescale(len(self._addresses) + 1, None, None)
 
-    def drain(self, worker: str) -> dict[str, Any]:
+    def drain(self, worker: str) -> RescaleReport:
         with self._lock:
             if worker not in self._addresses:
                 raise SettingsError(f"There is no worker {worker!r}. Workers: {', '.join(self._addresses)}.")
@@ -119,17 +135,17 @@ class MemoryJob:
             self._draining.add(WorkerId(worker))
             return self._reroute(f"drain {worker}")
 
-    def join(self, address: str) -> dict[str, Any]:
+    def join(self, address: str) -> WorkerReport:
         with self._lock:
             self._fail()
             self.asked.append(("join", address))
             known = [worker for worker, of in self._addresses.items() if of == address]
             return self._worker(known[0] if known else self._add(address))
 
-    def savepoint(self, path: str) -> dict[str, Any]:
+    def savepoint(self, path: str) -> SavepointReport:
         self.on_savepoint()
         self.savepoints.append(path)
-        return {"epoch": 41, "path": path}
+        return SavepointReport(epoch=41, path=path)
 
     def stop(self) -> None:
         self.stopped.set()
@@ -140,43 +156,47 @@ class MemoryJob:
         self._addresses[worker] = address
         return worker
 
-    def _reroute(self, what: str) -> dict[str, Any]:
+    def _reroute(self, what: str) -> RescaleReport:
         staying = [worker for worker in self._addresses if worker not in self._draining]
         before, self._route = self._route, next_route(self._route, staying, Epoch(42))
         moving = len(moves(before, self._route))
-        number = len(self._rescales)
         self._rescales.append(
-            {
-                "number": number,
-                "what": what,
-                "state": "migrating",
-                "message": "",
-                "workers": len(staying),
-                "parallelism": {},
-                "startedEpoch": 42,
-                **_MOVES,
-                "groupsMoving": moving,
-                "groupsPending": moving,
-            }
+            RescaleReport(
+                number=len(self._rescales),
+                what=what,
+                state=RescaleState.MIGRATING,
+                message="",
+                workers=len(staying),
+                parallelism={},
+                started_epoch=42,
+                groups_moving=moving,
+                groups_pending=moving,
+                rows_fetched=0,
+                rows_drained=0,
+                bytes_fetched=0,
+                bytes_drained=0,
+                change_ms=0,
+                seconds=0.5,
+            )
         )
-        return dict(self._rescales[-1])
+        return self._rescales[-1]
 
     def _bring(self) -> None:
-        for each in self._rescales:
-            each["groupsPending"] //= 2
-            if each["state"] == "migrating" and not each["groupsPending"]:
-                each["state"] = "done"
+        for number, each in enumerate(self._rescales):
+            pending = each.groups_pending // 2
+            state = each.state if pending else RescaleState.DONE
+            self._rescales[number] = replace(each, groups_pending=pending, state=state)
 
-    def _worker(self, worker: WorkerId) -> dict[str, Any]:
-        return {
-            "id": worker,
-            "address": self._addresses[worker],
-            "state": "draining" if worker in self._draining else "serving",
-            "pid": 4242,
-            "keyGroups": len(self._route.groups_of(worker)),
-            "rows": 1234567,
-            "bytes": 89_000_000,
-        }
+    def _worker(self, worker: WorkerId) -> WorkerReport:
+        return WorkerReport(
+            id=worker,
+            address=self._addresses[worker],
+            state="draining" if worker in self._draining else "serving",
+            key_groups=len(self._route.groups_of(worker)),
+            rows=1234567,
+            bytes=89_000_000,
+            pid=4242,
+        )
 
     def _stage(self, wanted: int | str) -> int:
         for number, name in STAGES.items():

@@ -20,6 +20,7 @@ from anabranch.core import requests
 from anabranch.core.answers import Flushed
 from anabranch.core.errors import WorkerError
 from anabranch.core.ids import StageNumber
+from anabranch.core.reports import EpochReport
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.core.settings import Settings
 from support.waiting import wait_until
@@ -84,7 +85,7 @@ class FailingSupply(Supply):
         raise WorkerError("A state worker failed to start. Make room.")
 
 
-def run(coordinator: Coordinator, epoch: int) -> dict[str, Any]:
+def run(coordinator: Coordinator, epoch: int) -> EpochReport:
     """An epoch in which every worker has sealed what it owns."""
     coordinator.begin(epoch)
     access = coordinator.accesses()[1]
@@ -92,7 +93,7 @@ def run(coordinator: Coordinator, epoch: int) -> dict[str, Any]:
         owned = {int(p) for p, o in zip(access.partitions, access.routing.owners, strict=True) if o == position}
         member.client.sealed = [[1, partition, 0] for partition in sorted(owned)]  # type: ignore[attr-defined]
     assert coordinator.missing(epoch) == {}
-    return dict(coordinator.commit(epoch))
+    return coordinator.commit(epoch)
 
 
 def rescale(coordinator: Coordinator, workers: int | None = None, **other: Any) -> Rescale:

@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 import typer
+from msgspec.structs import replace
 
 from anabranch import cli
 from anabranch.cli import jobs as cli_control
 from anabranch.cli.job_api import JobApi
 from anabranch.control.http.server import ControlServer
 from anabranch.core.errors import EpochError, LostWorkerError
+from anabranch.core.membership_events import RescaleState
+from anabranch.core.reports import JobReport, as_json
 from anabranch.wire.credentials import Credentials
 from support.http_job import MemoryJob
 from support.sentences import says
@@ -95,7 +98,7 @@ def test_status_shows_what_is_under_way(run: Run, job: MemoryJob) -> None:
 def test_status_for_programs_is_what_the_api_says(run: Run, job: MemoryJob) -> None:
     _, out, _ = run("status", "--json")
     document = {"job": job.job(), "stages": job.stages(), "workers": job.workers(), "migrations": []}
-    assert json.loads(out) == document
+    assert json.loads(out) == as_json(document)
 
 
 def test_workers_are_listed(run: Run, job: MemoryJob) -> None:
@@ -105,12 +108,12 @@ def test_workers_are_listed(run: Run, job: MemoryJob) -> None:
         "serving",
         "draining",
     ]
-    assert json.loads(run("workers", "--json")[1]) == job.workers()
+    assert json.loads(run("workers", "--json")[1]) == as_json(job.workers())
 
 
 def test_a_job_that_has_a_name_is_called_by_it(run: Run, job: MemoryJob, monkeypatch: Any) -> None:
-    document = {**job.job(), "name": "click counts"}
-    monkeypatch.setattr(job, "job", lambda: document)
+    report = replace(job.job(), name="click counts")
+    monkeypatch.setattr(job, "job", lambda: report)
     code, out, _ = run("scale")
     assert (code, out.splitlines()[0]) == (0, "Job job-1 'click counts' with the checkpoint /checkpoints/one:")
 
@@ -150,7 +153,7 @@ def test_scale_waits_if_it_is_told(run: Run) -> None:
 def test_waiting_ends_when_another_rescale_takes_over(run: Run, job: MemoryJob, monkeypatch: Any) -> None:
     looks = job.job
 
-    def meanwhile() -> dict[str, Any]:
+    def meanwhile() -> JobReport:
         if job.asked:
             job.rescale(3, None, None)
         return looks()
@@ -165,10 +168,11 @@ def test_waiting_ends_when_another_rescale_takes_over(run: Run, job: MemoryJob, 
 def test_a_rescale_that_does_not_happen_is_an_error(
     run: Run, job: MemoryJob, monkeypatch: Any, state: str, verb: str
 ) -> None:
-    report = {"number": 7, "state": state, "message": "No worker could be started. See the log."}
-    document = {**job.job(), "rescale": report}
+    waiting = replace(MemoryJob().rescale(4, None, None), number=7, state=RescaleState.WAITING)
+    over = replace(waiting, state=RescaleState(state), message="No worker could be started. See the log.")
+    document = replace(job.job(), rescale=over)
     monkeypatch.setattr(job, "job", lambda: document)
-    monkeypatch.setattr(job, "rescale", lambda *_: {"number": 7, "state": "waiting"})
+    monkeypatch.setattr(job, "rescale", lambda **_: waiting)
     code, _, err = run("scale", "--workers", "4", "--wait")
     assert (code, err) == (1, f"Error: Rescale 7 {verb}: No worker could be started. See the log.\n")
 
@@ -177,7 +181,7 @@ def test_drain_empties_a_worker(run: Run, job: MemoryJob) -> None:
     code, out, _ = run("drain", "worker-2", "--wait")
     assert (code, out.splitlines()[0]) == (0, f"{JOB}:")
     assert "drain worker-2" in out
-    assert job.workers()[1]["keyGroups"] == 0
+    assert job.workers()[1].key_groups == 0
 
 
 def test_an_error_of_the_job_is_one_sentence(run: Run, job: MemoryJob) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
+from anabranch.core.answers import HeldVariable
+from anabranch.core.reports import EpochReport, as_json
 from anabranch.core.schemas import VariableKind
 from anabranch.engine.spark.ticks import TICK
 from anabranch.engine.stages import StatefulStage
@@ -31,20 +33,20 @@ class StateOperators:
     def reported(
         self,
         document: dict[str, Any],
-        figures: Mapping[str, Any],
+        epoch: EpochReport | None,
         *,
-        held: Sequence[Mapping[str, Any]],
+        held: Sequence[HeldVariable],
         parallelism: Mapping[int, int],
     ) -> StreamingQueryProgress:
-        """A report of Spark's about an epoch, completed.
+        """Completes a report of Spark's with that of the same epoch, and with the size of the state.
 
-        `figures` are those of the epoch, `held` the rows and bytes of each state variable, in any number of parts.
+        `held` are the rows and bytes of each state variable, in any number of parts.
         """
         document["sources"] = [source for source in document["sources"] if not _is_of_ticks(source)]
         # As Spark lists them: the last one first.
         stages = reversed(self._stages)
-        document["stateOperators"] = [self._operator(stage, figures, held, parallelism) for stage in stages]
-        document["anabranch"] = dict(figures)
+        document["stateOperators"] = [self._operator(stage, epoch, held, parallelism) for stage in stages]
+        document["anabranch"] = {} if epoch is None else as_json(epoch)
         progress = StreamingQueryProgress.fromJson(document)
         progress["anabranch"] = document["anabranch"]
         return progress
@@ -52,26 +54,25 @@ class StateOperators:
     def _operator(
         self,
         stage: StatefulStage,
-        figures: Mapping[str, Any],
-        held: Sequence[Mapping[str, Any]],
+        epoch: EpochReport | None,
+        held: Sequence[HeldVariable],
         parallelism: Mapping[int, int],
     ) -> dict[str, Any]:
         number = stage.spec.number
-        changed = figures.get("changedVariables", ())
-
-        def total(entries: Iterable[Mapping[str, Any]], field: str) -> int:
-            return sum(e[field] for e in entries if e["stage"] == number and e["variable"] != TIMERS)
-
+        own = [size for size in held if size.stage == number and size.variable != TIMERS]
+        changed = [] if epoch is None else epoch.changed_variables
+        changed = [each for each in changed if each.stage == number and each.variable != TIMERS]
+        dropped = [] if epoch is None else epoch.dropped_rows
         return {
             "operatorName": operator_name(stage),
-            "numRowsTotal": total(held, "rows"),
-            "numRowsUpdated": total(changed, "put"),
-            "numRowsRemoved": total(changed, "removed"),
+            "numRowsTotal": sum(size.rows for size in own),
+            "numRowsUpdated": sum(each.put for each in changed),
+            "numRowsRemoved": sum(each.removed for each in changed),
             "allUpdatesTimeMs": 0,
             "allRemovalsTimeMs": 0,
-            "commitTimeMs": figures.get("durationMs", {}).get("commit", 0),
-            "memoryUsedBytes": total(held, "bytes"),
-            "numRowsDroppedByWatermark": sum(e["rows"] for e in figures.get("droppedRows", ()) if e["stage"] == number),
+            "commitTimeMs": 0 if epoch is None else epoch.duration_ms.get("commit", 0),
+            "memoryUsedBytes": sum(size.bytes for size in own),
+            "numRowsDroppedByWatermark": sum(each.rows for each in dropped if each.stage == number),
             "numShufflePartitions": parallelism.get(number, 0),
             "numStateStoreInstances": parallelism.get(number, 0),
             "customMetrics": _variable_metrics(stage) if isinstance(stage, ProcessStage) else {},

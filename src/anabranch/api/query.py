@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import StreamingQueryException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from anabranch.api.control import QueryControl
@@ -22,6 +22,7 @@ from anabranch.control.membership.rescale import Rescale, asked_for, parallelism
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.membership_events import RescaleState
+from anabranch.core.reports import EpochReport, WorkerReport, as_json
 from anabranch.core.settings import MAX_PARALLELISM, Settings
 from anabranch.engine.spark.files import TemporaryFolder
 from anabranch.engine.spark.java import JvmCallError
@@ -110,7 +111,7 @@ class StreamQuery:
     @property
     def status(self) -> dict[str, Any]:
         """Spark's status, with an ``anabranch`` part: the workers, and what was done about lost ones."""
-        return {**self._running.query.status, "anabranch": dict(self.coordinator.status())}
+        return {**self._running.query.status, "anabranch": as_json(self.coordinator.status())}
 
     @property
     def recentProgress(self) -> list[StreamingQueryProgress]:
@@ -210,8 +211,8 @@ class StreamQuery:
     def coordinator(self) -> Coordinator:
         return self._running.coordinator
 
-    def epoch_reports(self) -> list[tuple[int, Mapping[str, Any]]]:
-        """Figures of the last epochs, oldest first."""
+    def epoch_reports(self) -> list[EpochReport]:
+        """Reports of the last epochs, oldest first."""
         return list(self._running.loop.reports)
 
     def wish_for_epoch(self) -> None:
@@ -220,6 +221,10 @@ class StreamQuery:
 
     def workers(self) -> list[dict[str, Any]]:
         """For each worker its id, address, pid, key groups, and rows and bytes of state."""
+        return list(as_json(self.worker_reports()))
+
+    def worker_reports(self) -> list[WorkerReport]:
+        """What each worker holds."""
         self._need_workers()
         return self.coordinator.describe()
 
@@ -229,7 +234,7 @@ class StreamQuery:
         found = self._stage(stage)
         name = self._variable(found, variable)
         _, rows = self.coordinator.scan(found.spec, name)
-        return found.present(name, self._session().createDataFrame(rows))
+        return found.present(name, self.pipeline.source.sparkSession.createDataFrame(rows))
 
     def savepoint(self, path: str) -> int:
         """Save the job in a place of its own, a path or URL, and return the epoch that it was saved as of.
@@ -323,9 +328,6 @@ class StreamQuery:
         else:
             self.settings = settings
             rescale.end(RescaleState.DONE)
-
-    def _session(self) -> SparkSession:
-        return self.pipeline.source.sparkSession
 
     def _stage(self, wanted: str | int) -> StatefulStage:
         stages = self.pipeline.stateful_stages

@@ -15,6 +15,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from anabranch.api.failures import is_of_another_query
 from anabranch.api.progress import StateOperators
 from anabranch.control.coordinator import Coordinator
+from anabranch.core.answers import HeldVariable
 from anabranch.core.errors import AnabranchError
 from anabranch.engine.loop import EpochLoop
 from anabranch.engine.spark.java import JvmCallError
@@ -52,7 +53,7 @@ class Running:
         #: Reports of Spark's queries that ended in a conflict.
         self._earlier: list[StreamingQueryProgress] = []
         #: What the workers held when somebody asked last: rows and bytes of each state variable.
-        self._held: list[dict[str, Any]] = []
+        self._held: list[HeldVariable] = []
         self._looked_at: int | None = None
         self._releasing = threading.Lock()
         self._is_stopping = False
@@ -146,13 +147,13 @@ class Running:
     def completed(self, reports: Iterable[StreamingQueryProgress]) -> list[StreamingQueryProgress]:
         """Spark's reports with what it does not know of. How large the state is, is as of now."""
         self._look_at_state()
-        figures = dict(self.loop.reports)
+        epochs = {report.epoch: report for report in self.loop.reports}
         parallelism = {int(stage): number for stage, number in self.coordinator.parallelism.items()}
         completed = []
         for report in reports:
             document: dict[str, Any] = json.loads(report.json)
-            its_own = figures.get(document["batchId"], {})
-            completed.append(self._operators.reported(document, its_own, held=self._held, parallelism=parallelism))
+            epoch = epochs.get(document["batchId"])
+            completed.append(self._operators.reported(document, epoch, held=self._held, parallelism=parallelism))
         return completed
 
     def _look_at_state(self) -> None:
@@ -166,7 +167,7 @@ class Running:
             logger.debug("the size of the state is not known: %s", error)
             return
         self._looked_at = epoch
-        self._held = [entry for worker in described for entry in worker["variables"]]
+        self._held = [size for worker in described for size in worker.variables or ()]
 
 
 def _forget(run_id: str) -> None:

@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 
-from anabranch.cli.checkpoint import checkpoint_app
+from anabranch.cli.checkpoint import checkpoint_app, savepoint
 from anabranch.cli.job_api import TlsAuthority, TlsCertificate, TlsKey, Token
 from anabranch.cli.jobs import drain, scale, status, stop, workers
 from anabranch.cli.jobs import token as show_token
-from anabranch.cli.savepoint import savepoint
 from anabranch.core.errors import AnabranchError
 from anabranch.core.settings import STORES
 from anabranch.demo.command import demo
@@ -94,14 +93,8 @@ def _warn_of_command_line(context: typer.Context, redis_url: str) -> None:
         )
 
 
-app.command()(workgen)
-app.command()(demo)
-app.command()(savepoint)
-app.command()(status)
-app.command()(workers)
-app.command()(scale)
-app.command()(drain)
-app.command()(stop)
+for command in (workgen, demo, savepoint, status, workers, scale, drain, stop):
+    app.command()(command)
 app.command("token")(show_token)
 app.add_typer(checkpoint_app)
 

@@ -5,49 +5,50 @@ Tables are for people, ``--json`` is for programs. Exit codes: 0 is done, 1 is f
 
 from __future__ import annotations
 
-import json
-import socket
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Annotated, Any
 
-import psutil
 import typer
-from rich import box
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from anabranch.checkpoint import paths
 from anabranch.checkpoint.cleanup import clean_up
 from anabranch.checkpoint.evolution import schema_in_words
-from anabranch.checkpoint.generations import generation_info, latest_generation
+from anabranch.checkpoint.generations import latest_generation
 from anabranch.checkpoint.job import JobDescription, read_job
-from anabranch.checkpoint.sparklog import has_offsets, last_committed_epoch
-from anabranch.checkpoint.statefiles import Documents, StateFiles, state_files
+from anabranch.checkpoint.rewind import rewind as rewind_to
+from anabranch.checkpoint.savepoints import Savepoint
+from anabranch.checkpoint.statefiles import StateFiles, state_files
 from anabranch.checkpoint.storage import Storage
-from anabranch.checkpoint.verify import DataFile, Problem, Report, VariableSize, describe, verify
+from anabranch.checkpoint.verify import DataFile, Report, VariableSize, describe
+from anabranch.cli.output import AsJson, table, tell
+from anabranch.cli.places import (
+    FoundCheckpoint,
+    check_not_running,
+    chosen_epoch,
+    epoch_ranges,
+    find,
+    verified,
+    while_it_runs,
+)
 from anabranch.core.errors import CheckpointError
 from anabranch.core.ids import NO_EPOCH, Epoch
 from anabranch.core.schemas import VariableKind, VariableSpec
 from anabranch.core.settings import Settings
 from anabranch.core.state_files import ChangeFile
 
-_T = TypeVar("_T")
-
 #: Data that no document names may belong to a snapshot that somebody is writing, for so long.
 _ORPHAN_AGE_S = 3600.0
-#: Of tables that go to a file or another program: paths should stay in one piece.
-_PLAIN_WIDTH = 200
+#: How often a savepoint is tried on a checkpoint that changes meanwhile.
+_SAVEPOINT_TRIES = 3
 
 Checkpoint = Annotated[str, typer.Argument(help="The checkpoint, or a savepoint: a path or a URL.", show_default=False)]
 StateLocation = Annotated[
     str, typer.Option(help="Where the state is, if the job has anabranch.stateLocation set.", show_default=False)
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 AnEpoch = Annotated[
     int | None, typer.Option(min=0, help="As of which epoch. [default: the one that Spark committed last]")
 ]
@@ -58,23 +59,6 @@ checkpoint_app = typer.Typer(
 )
 
 
-@dataclass(frozen=True)
-class Place:
-    """A checkpoint: where the state is, and where Spark keeps its own logs."""
-
-    storage: Storage
-    spark: Storage
-
-    @cached_property
-    def committed(self) -> Epoch:
-        return last_committed_epoch(self.spark)
-
-    def marks(self) -> tuple[object, ...]:
-        """What is different once the job has gone on."""
-        folders = (paths.GENERATIONS, paths.MANIFESTS, paths.SNAPSHOTS)
-        return last_committed_epoch(self.spark), [self.storage.list_names(folder) for folder in folders]
-
-
 @checkpoint_app.command("list")
 def list_epochs(checkpoint: Checkpoint, state_location: StateLocation = "", as_json: AsJson = False) -> None:
     """List the epochs and snapshots of a checkpoint, with the rows that each has by stage."""
@@ -82,12 +66,12 @@ def list_epochs(checkpoint: Checkpoint, state_location: StateLocation = "", as_j
     found = replace(describe(place.storage), committed=place.committed)
     names = {stage.number: stage.name for stage in read_job(place.storage).stages}
     changes, rows = [f"#changes of {name}" for name in names.values()], [f"#rows of {name}" for name in names.values()]
-    epochs = _table("Epochs", "#epoch", "Spark", "#generation", "#run", "#route", "#files", "#size", *changes)
+    epochs = table("Epochs", "#epoch", "Spark", "#generation", "#run", "#route", "#files", "#size", *changes)
     for each in found.epochs:
         status = "committed" if each.epoch <= place.committed else "not yet"
         by = str(each.generation), str(each.run), str(each.route_version)
         epochs.add_row(str(each.epoch), status, *by, *_amounts(each.variables, names))
-    snapshots = _table("Snapshots", "#epoch", "written", "#generation", "#run", "#files", "#size", *rows)
+    snapshots = table("Snapshots", "#epoch", "written", "#generation", "#run", "#files", "#size", *rows)
     for of in found.snapshots:
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(of.created_s))
         snapshots.add_row(str(of.epoch), written, str(of.generation), str(of.run), *_amounts(of.variables, names))
@@ -105,15 +89,15 @@ def show(
     """Show the job of a checkpoint, and the files that hold its state as of an epoch."""
     place = find(checkpoint, state_location)
     job = read_job(place.storage)
-    files = state_files(place.storage, _chosen(place, epoch))
+    files = state_files(place.storage, chosen_epoch(place, epoch))
     tables = []
     for stage in job.stages:
         columns = "state variable", "what it is", "#files", "#rows in the snapshot", "#changes since", "#size"
-        tables.append(_table(f"Stage {stage.number}, {stage.name}: key {schema_in_words(stage.key)}", *columns))
+        tables.append(table(f"Stage {stage.number}, {stage.name}: key {schema_in_words(stage.key)}", *columns))
         for variable in stage.variables:
             of = [file for file in files.data_files if (file.stage, file.variable) == (stage.number, variable.name)]
             tables[-1].add_row(variable.name, _in_words(variable), *_sums(of))
-    tables.append(_table(f"Files of epoch {files.epoch}", "file", "holds", "#rows", "#size"))
+    tables.append(table(f"Files of epoch {files.epoch}", "file", "holds", "#rows", "#size"))
     for file in files.data_files:
         holds = "changes" if isinstance(file, ChangeFile) else f"key groups {file.first_group} to {file.last_group}"
         tables[-1].add_row(file.path, holds, f"{file.rows:,}", decimal(file.bytes))
@@ -125,7 +109,7 @@ def show(
 def verify_files(checkpoint: Checkpoint, state_location: StateLocation = "", as_json: AsJson = False) -> None:
     """Read every file of a checkpoint, and say what is damaged or missing; exit code 1 if anything is."""
     place = find(checkpoint, state_location)
-    report = _verified(place)
+    report = verified(place)
     problems = report.problems
     can_resume = not any(problem.path == paths.JOB or place.committed in problem.epochs for problem in problems)
     facts = {"checkpoint": place.storage.location, "committed": place.committed, "can_resume": can_resume}
@@ -146,7 +130,7 @@ def export(
     from anabranch.worker import compaction
 
     place = find(checkpoint, state_location)
-    chosen = _chosen(place, epoch)
+    chosen = chosen_epoch(place, epoch)
     rows = while_it_runs(place, lambda: compaction.export(place.storage, chosen, folder), tries=1)
     lines = [f"The state as of epoch {chosen} is in {folder}:", *(f"  {name}: {n:,} rows" for name, n in rows.items())]
     tell(as_json, {"epoch": chosen, "folder": folder, "rows": rows}, *lines)
@@ -161,7 +145,7 @@ def compact(
 
     place = find(checkpoint, state_location)
     check_not_running(place, force=force)
-    epoch = _chosen(place, None)
+    epoch = chosen_epoch(place, None)
     snapshot = compaction.compact(place.storage, epoch, generation=latest_generation(place.storage))
     files, rows = len(snapshot.files), sum(file.rows for file in snapshot.files)
     size = sum(file.bytes for file in snapshot.files)
@@ -208,7 +192,53 @@ def clean(
     )
 
 
-# ---------------------------------------------------------------------------------------------- finding things
+@checkpoint_app.command()
+def rewind(
+    checkpoint: Checkpoint,
+    epoch: Annotated[int, typer.Argument(min=0, help="The epoch to return to.", show_default=False)],
+    state_location: StateLocation = "",
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Return to an older epoch, for example because newer state is damaged. Only for jobs that are not running.
+
+    The query repeats the later epochs when it starts, from the very offsets that they had; its sources must still have
+    those rows. File and memory sinks do not take an epoch twice.
+    """
+    place = find(checkpoint, state_location)
+    check_not_running(place, force=force)
+    if epoch > place.committed:
+        raise CheckpointError(
+            f"Epoch {epoch} is not an older one: Spark committed epoch {place.committed} last. Name that one, or one "
+            "before it."
+        )
+    state_files(place.storage, Epoch(epoch))
+    repeated = rewind_to(place.spark, place.storage, Epoch(epoch))
+    line = f"The job is back at epoch {epoch}. When its query starts, it repeats these: {epoch_ranges(repeated)}."
+    tell(as_json, {"epoch": epoch, "repeated": repeated}, line)
+
+
+def savepoint(
+    checkpoint: Checkpoint,
+    target: Annotated[str, typer.Argument(help="Where it goes: a new path or URL.", show_default=False)],
+    state_location: StateLocation = "",
+    as_json: AsJson = False,
+) -> None:
+    """Save a job as of its last epoch, complete in itself, so that jobs can start from it. The job may be running."""
+    from anabranch.control.epochs.savepoints import found, newest_epoch, take_savepoint
+
+    place = find(checkpoint, state_location)
+    if Storage(target).location in (place.storage.location, place.spark.location):
+        raise CheckpointError(f"{target} is the checkpoint itself. Name another place for the savepoint.")
+
+    def save() -> Savepoint:
+        owned = found(checkpoint, state_location)
+        return take_savepoint(owned, target, newest_epoch(owned))
+
+    saved = while_it_runs(place, save, tries=_SAVEPOINT_TRIES)
+    where = Storage(target).location
+    line = f"Epoch {saved.epoch} of {saved.origin} is saved in {where}."
+    tell(as_json, {"target": where} | asdict(saved), line)
 
 
 class _Untouched(Storage):
@@ -218,92 +248,10 @@ class _Untouched(Storage):
         """Leaves the file where it is."""
 
 
-def find(checkpoint: str, state_location: str) -> Place:
-    spark = Storage(checkpoint)
-    storage = Storage(state_location) if state_location else spark
-    known = storage.read_if_present(paths.JOB) is not None
-    if not known and not any(map(storage.list_names, (paths.GENERATIONS, paths.MANIFESTS, paths.SNAPSHOTS))):
-        if state_location or not has_offsets(spark):
-            raise CheckpointError(f"{storage.location} is not a checkpoint of Anabranch. Name the folder of one.")
-        raise CheckpointError(
-            f"{storage.location} has offsets of Spark, but no state of Anabranch. If the state has a place of its own "
-            f"(anabranch.stateLocation), name it with --state-location; otherwise it is a plain Spark query's."
-        )
-    return Place(storage, spark)
-
-
-def _chosen(place: Place, wanted: int | None) -> Epoch:
-    """The epoch that the user asked for; by default the one that a restart of the query would resume from."""
-    if wanted is None:
-        if place.committed == NO_EPOCH:
-            raise CheckpointError(
-                f"Spark has not committed an epoch in {place.spark.location} yet. Wait for the first one, or name one "
-                f"with --epoch."
-            )
-        return place.committed
-    epochs = Documents(place.storage).epochs
-    if wanted not in epochs:
-        there = f"it has the epochs {epoch_ranges(epochs)}" if epochs else "it has none yet"
-        raise CheckpointError(f"There is no epoch {wanted} in {place.storage.location}: {there}. Name another --epoch.")
-    return Epoch(wanted)
-
-
-def while_it_runs(place: Place, attempt: Callable[[], _T], *, tries: int) -> _T:
-    """Try again where an error may come from the job having gone on, and files having been cleaned up, meanwhile."""
-    while True:
-        before, tries = place.marks(), tries - 1
-        try:
-            return attempt()
-        except CheckpointError as error:
-            if place.marks() == before:
-                raise
-            if not tries:
-                raise CheckpointError(
-                    f"{error} The job went on meanwhile, and may have cleaned up what was being read: try again, with "
-                    f"a larger anabranch.keepEpochs or anabranch.keepSeconds if that does not help."
-                ) from error
-
-
-def _verified(place: Place) -> Report:
-    """What is damaged, apart from what was cleaned up while it was looked at."""
-    before = place.marks()
-    report = verify(place.storage)
-    if report.problems and place.marks() != before:
-        report = verify(place.storage)
-    committed = last_committed_epoch(place.spark)
-    if place.storage is place.spark or committed == NO_EPOCH or committed in report.epochs:
-        return report
-    reason = f"Spark committed epoch {committed}, which has neither a manifest nor a snapshot"
-    return replace(report, problems=(Problem(paths.MANIFESTS, reason, (committed,)), *report.problems))
-
-
-def check_not_running(place: Place, *, force: bool) -> None:
-    """Refuse if the last driver is a process of this machine that still runs. Of other machines nothing is known."""
-    generation = latest_generation(place.storage)
-    driver = generation_info(place.storage, generation) if generation and not force else {}
-    pid = driver.get("pid")
-    if driver.get("host") == socket.gethostname() and isinstance(pid, int) and psutil.pid_exists(pid):
-        raise CheckpointError(
-            f"The job of {place.storage.location} seems to be running, in process {pid} of this machine. Stop its "
-            f"query first, or use --force if that process is something else or its query has ended."
-        )
-
-
 # ------------------------------------------------------------------------------------------------------- words
 
 
-def epoch_ranges(epochs: Iterable[int]) -> str:
-    """Epochs in order as people write them: ``0 to 3, 5, 8 to 9``."""
-    ranges: list[list[int]] = []
-    for epoch in epochs:
-        if ranges and epoch == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [epoch]
-        else:
-            ranges.append([epoch])
-    return ", ".join(" to ".join(map(str, each)) for each in ranges) or "none"
-
-
-def _headline(place: Place, job_id: str) -> str:
+def _headline(place: FoundCheckpoint, job_id: str) -> str:
     return f"Job {job_id} in {place.storage.location}: {_committed_in_words(place.committed)}."
 
 
@@ -330,7 +278,7 @@ def _sums(files: Sequence[DataFile]) -> list[str]:
     return [str(len(files)), f"{rows:,}", f"{changes:,}", decimal(sum(file.bytes for file in files))]
 
 
-def _shown(place: Place, job: JobDescription, files: StateFiles) -> dict[str, Any]:
+def _shown(place: FoundCheckpoint, job: JobDescription, files: StateFiles) -> dict[str, Any]:
     stages = []
     for stage in job.stages:
         variables = {variable.name: _in_words(variable) for variable in stage.variables}
@@ -348,36 +296,16 @@ def _shown(place: Place, job: JobDescription, files: StateFiles) -> dict[str, An
     }
 
 
-def _report_in_words(place: Place, report: Report, can_resume: bool) -> Iterator[str | Table]:
+def _report_in_words(place: FoundCheckpoint, report: Report, can_resume: bool) -> Iterator[str | Table]:
     checked = f"{report.files} files with {decimal(report.bytes)}"
     yield f"Read {checked} of {place.storage.location}; epochs {epoch_ranges(report.epochs)}."
     if report.leftovers:
         yield f"A clean-up was interrupted; the next one deletes epochs {epoch_ranges(report.leftovers)}."
     if report.problems:
-        table = _table("Damaged", "file", "what is wrong", "epochs that need it")
+        damaged = table("Damaged", "file", "what is wrong", "epochs that need it")
         for problem in report.problems:
-            table.add_row(problem.path, problem.reason, epoch_ranges(problem.epochs))
-        yield table
+            damaged.add_row(problem.path, problem.reason, epoch_ranges(problem.epochs))
+        yield damaged
     whole = "No epoch is whole" if report.newest_whole is None else f"The newest whole epoch is {report.newest_whole}"
     outcome = "the query can resume" if can_resume else "the query cannot resume unless the files are restored"
     yield f"{whole if report.epochs else 'There is no epoch'}; {_committed_in_words(place.committed)}: {outcome}."
-
-
-def _table(title: str, *columns: str) -> Table:
-    """Columns of numbers, whose names begin with #, are set to the right. A long path is folded, not cut off."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for column in columns:
-        name = column.removeprefix("#")
-        table.add_column(name, justify="left" if name == column else "right", overflow="fold")
-    return table
-
-
-def tell(as_json: bool, document: Mapping[str, Any], *parts: str | Table) -> None:
-    """JSON for programs, or sentences and tables for people."""
-    if as_json:
-        typer.echo(json.dumps(document, indent=2))
-        return
-    # Names of users are printed as they are, whatever brackets they have.
-    console = Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str))

@@ -8,49 +8,21 @@ from __future__ import annotations
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.filesize import decimal
 from rich.table import Table
 
-from anabranch.cli.checkpoint import AsJson, tell
 from anabranch.cli.job_api import JobApi, reaching_a_job
+from anabranch.cli.output import AsJson, report_table, tell
 from anabranch.core.errors import EpochError, SettingsError
+from anabranch.core.reports import MigrationReport, RescaleReport, StageReport, WorkerReport
 from anabranch.core.settings import MAX_PARALLELISM, MAX_WORKERS
 
 _LOOK_INTERVAL_S = 0.3
 _WAIT_S_MAX = 24 * 3600.0
 _FINAL = ("done", "failed", "replaced")
-
-#: The columns of tables: what an answer calls them, what people do, and how values are written.
-_WORKER_COLUMNS = {
-    "id": "worker",
-    "address": "address",
-    "state": "state",
-    "keyGroups": "#key groups",
-    "rows": "#rows",
-    "bytes": "#size",
-    "pid": "#pid",
-}
-_STAGE_COLUMNS = {"number": "#stage", "name": "name", "parallelism": "#parallelism"}
-_RESCALE_COLUMNS = {
-    "number": "#rescale",
-    "what": "what",
-    "state": "state",
-    "groupsMoving": "#key groups moving",
-    "groupsPending": "#not yet there",
-    "seconds": "#seconds",
-}
-_MIGRATION_COLUMNS = {
-    "number": "#migration",
-    "routeVersion": "#route",
-    "groupsMoving": "#key groups moving",
-    "groupsPending": "#not yet there",
-    "seconds": "#seconds",
-}
 
 
 @reaching_a_job
@@ -61,13 +33,13 @@ def status(api: JobApi, as_json: AsJson = False) -> None:
     line = f"{_named(job)}: epoch {job['epoch']} is committed, {_counted(job['workers'], 'worker')}"
     if "routeVersion" in job:
         line += f", route version {job['routeVersion']}"
-    parts: list[str | Table] = [f"{line}.", _table("Stages", _STAGE_COLUMNS, document["stages"])]
-    parts.append(_table("Workers", _WORKER_COLUMNS, document["workers"]))
+    parts: list[str | Table] = [f"{line}.", report_table("Stages", StageReport, document["stages"])]
+    parts.append(report_table("Workers", WorkerReport, document["workers"]))
     if job.get("rescale") is not None:
-        parts.append(_table("Last rescale", _RESCALE_COLUMNS, [job["rescale"]]))
+        parts.append(report_table("Last rescale", RescaleReport, [job["rescale"]]))
     under_way = [each for each in document["migrations"] if not each["done"]]
     if under_way:
-        parts.append(_table("Migrations under way", _MIGRATION_COLUMNS, under_way))
+        parts.append(report_table("Migrations under way", MigrationReport, under_way))
     tell(as_json, document, *parts)
 
 
@@ -75,7 +47,7 @@ def status(api: JobApi, as_json: AsJson = False) -> None:
 def workers(api: JobApi, as_json: AsJson = False) -> None:
     """Show the workers of a running job, and what each holds."""
     found = api.get("/workers")
-    tell(as_json, found, _table("Workers", _WORKER_COLUMNS, found))
+    tell(as_json, found, report_table("Workers", WorkerReport, found))
 
 
 @reaching_a_job
@@ -146,7 +118,7 @@ def _tell_rescale(api: JobApi, job: str, begun: Mapping[str, Any], *, wait: bool
         verb = "failed" if progress["state"] == "failed" else "was replaced"
         reason = progress.get("message") or "see the log of the driver."
         raise EpochError(f"Rescale {progress['number']} {verb}: {reason}")
-    tell(as_json, progress, f"{job}:", _table("Rescale", _RESCALE_COLUMNS, [progress]))
+    tell(as_json, progress, f"{job}:", report_table("Rescale", RescaleReport, [progress]))
 
 
 def _finished(api: JobApi, begun: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -161,26 +133,6 @@ def _finished(api: JobApi, begun: Mapping[str, Any]) -> Mapping[str, Any]:
         if progress.get("number") != number:
             raise EpochError(f"Another rescale was asked for after rescale {number}. See anabranch status.")
     return progress
-
-
-def _table(title: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Columns of numbers, whose names begin with #, are set to the right. What no row has is left out."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    shown = [name for name in columns if any(name in row for row in rows)]
-    for name in shown:
-        heading = columns[name].removeprefix("#")
-        table.add_column(heading, justify="left" if heading == columns[name] else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(_written(name, row.get(name)) for name in shown))
-    return table
-
-
-def _written(name: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if name == "bytes":
-        return decimal(int(value))
-    return f"{value:,}" if name in ("rows", "keyGroups") else str(value)
 
 
 def _counted(count: int, what: str) -> str:

@@ -22,7 +22,7 @@ from anabranch.control.epochs.savepoints import take_savepoint
 from anabranch.control.inspection import Inspection
 from anabranch.control.membership.cluster import Cluster
 from anabranch.control.membership.members import Member, Membership
-from anabranch.control.membership.rescale import Change, Rescale
+from anabranch.control.membership.rescale import Rescale
 from anabranch.control.membership.worker_pool import WorkerPool
 from anabranch.control.owned_checkpoint import OwnedCheckpoint, who_claims
 from anabranch.control.parts import PRODUCTION, DriverParts
@@ -32,6 +32,7 @@ from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, FencedError
 from anabranch.core.ids import Epoch, Partition, StageNumber, StagePartition
 from anabranch.core.pacing import ChangeTiming
+from anabranch.core.reports import ChangeReport, EpochReport, StatusReport, WorkerReport
 from anabranch.core.requests import CloseJob, Flush
 from anabranch.core.routes import Route, assign_partitions, owners_of_partitions
 from anabranch.core.schemas import StageSpec
@@ -79,10 +80,10 @@ class Coordinator:
         self._inspection = Inspection(self.cluster, parts.scheduler, self._job, _REPAIR_S + settings.worker_timeout_s)
         self._accesses = _make_accesses(self._owned, self.cluster, self.parallelism, self._settings)
         #: The last changes among the workers. Those before an epoch are reported with it.
-        self.changes: deque[Change] = deque(maxlen=_CHANGES_REMEMBERED)
+        self.changes: deque[ChangeReport] = deque(maxlen=_CHANGES_REMEMBERED)
         #: How many changes were made because of lost workers.
         self._repairs = 0
-        self._unreported: list[Change] = []
+        self._unreported: list[ChangeReport] = []
         self._timing = ChangeTiming()
 
     @property
@@ -142,24 +143,31 @@ class Coordinator:
                     missing.setdefault(task.stage, set()).add(task.partition)
         return {stage: frozenset(partitions) for stage, partitions in missing.items()}
 
-    def commit(self, epoch: int) -> Mapping[str, Any]:
+    def commit(self, epoch: int) -> EpochReport:
         # One that is run again takes the place of a run that was durable, so it has to be durable as well.
         self._epochs.is_durable_now = self._durability.is_due or epoch <= self.durable_epoch
         self._epochs.drive(events.SinkWritten(self._machine.run))
-        self._maintenance.after_epoch(Epoch(min(epoch - 1, self.durable_epoch)), self._epochs.changed["changedRows"])
+        self._maintenance.after_epoch(Epoch(min(epoch - 1, self.durable_epoch)), self._epochs.changed.rows)
         changes, self._unreported = self._unreported, []
         self._note_duration()
-        return {
-            "epoch": epoch,
-            "run": int(self._machine.run),
-            "routeVersion": self.route.version,
-            "workers": len(self.members),
-            "durableEpoch": int(self.durable_epoch),
-            "repairs": [change.to_json() for change in changes if change.lost],
-            "changes": [change.to_json() for change in changes],
-            "migrating": self.cluster.migrations.is_under_way,
-            **self._epochs.changed,
-        }
+        changed = self._epochs.changed
+        return EpochReport(
+            epoch=epoch,
+            run=self._machine.run,
+            route_version=self.route.version,
+            workers=len(self.members),
+            durable_epoch=self.durable_epoch,
+            repairs=[change for change in changes if change.lost],
+            changes=changes,
+            migrating=self.cluster.migrations.is_under_way,
+            changed_rows=changed.rows,
+            changed_bytes=changed.bytes,
+            changed_variables=changed.variables,
+            dropped_rows=changed.dropped,
+            # Only the engine knows these.
+            duration_ms={},
+            watermark_ms=None,
+        )
 
     def abort(self, epoch: int) -> None:
         try:
@@ -191,12 +199,12 @@ class Coordinator:
 
     def _change(self, epoch: int) -> None:
         self.flush()
-        change = self.cluster.change(Epoch(epoch), self._durability)
+        change, rescales = self.cluster.change(Epoch(epoch), self._durability)
         self._timing.note_change()
         self.changes.append(change)
         self._unreported.append(change)
         self._repairs += bool(change.lost)
-        for rescale in change.rescales:
+        for rescale in rescales:
             self.parallelism.update({StageNumber(stage): number for stage, number in rescale.parallelism.items()})
         self._accesses = _make_accesses(self._owned, self.cluster, self.parallelism, self._settings)
 
@@ -247,17 +255,17 @@ class Coordinator:
         files = [file for answer in answers for file in answer.files]
         self._durability.write(self._owned, self.route.version, files, self._durability.volatile)
 
-    def status(self) -> Mapping[str, Any]:
-        """For the query's status: the workers, what was lost last, and what moves."""
+    def status(self) -> StatusReport:
+        """Tells the workers, what was lost last, and whether state moves."""
         repairs = [change for change in self.changes if change.lost]
-        return {
-            "workers": list(self.cluster.members.workers),
-            "routeVersion": self.route.version,
-            "repairs": self._repairs,
-            "lastRepair": repairs[-1].to_json() if repairs else None,
-            "migrating": self.cluster.migrations.is_under_way,
-            "lastSnapshot": self._maintenance.last_snapshot,
-        }
+        return StatusReport(
+            workers=list(self.cluster.members.workers),
+            route_version=self.route.version,
+            repairs=self._repairs,
+            last_repair=repairs[-1] if repairs else None,
+            migrating=self.cluster.migrations.is_under_way,
+            last_snapshot=self._maintenance.last_snapshot,
+        )
 
     # ------------------------------------------------------------------------------------------- the state
 
@@ -265,7 +273,7 @@ class Coordinator:
         """All rows of a state variable as of the last committed epoch, and that epoch."""
         return self._inspection.scan(spec, variable, lambda: self._machine.committed)
 
-    def describe(self, *, wait: bool = True) -> list[dict[str, Any]]:
+    def describe(self, *, wait: bool = True) -> list[WorkerReport]:
         """What each worker holds; without waiting, as far as it can be told while workers change or stand still."""
         return self._inspection.describe(wait=wait)
 

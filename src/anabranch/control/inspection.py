@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
-from msgspec.structs import asdict
 
 from anabranch.control.membership.cluster import Cluster
 from anabranch.control.membership.members import Member
 from anabranch.core.errors import AnabranchError, EpochError, LostWorkerError, WorkerError
 from anabranch.core.ids import Epoch
+from anabranch.core.reports import WorkerReport
 from anabranch.core.requests import Describe, Scan
 from anabranch.core.schemas import StageSpec
 from anabranch.runtime.scheduler import Scheduler
@@ -58,7 +58,7 @@ class Inspection:
 
         return self._look(look)
 
-    def describe(self, *, wait: bool = True) -> list[dict[str, Any]]:
+    def describe(self, *, wait: bool = True) -> list[WorkerReport]:
         """What each worker holds; without waiting, as far as it can be told while workers change or stand still."""
         return self._look(self._describe) if wait else self._describe(_HASTY_TIMEOUT_S)
 
@@ -86,22 +86,22 @@ class Inspection:
             f"The workers cannot be looked at: epochs or changes pass faster than that{reason}. Try again."
         )
 
-    def _describe(self, timeout_s: float | None = None) -> list[dict[str, Any]]:
+    def _describe(self, timeout_s: float | None = None) -> list[WorkerReport]:
         members, request = self._cluster.members.all, Describe(**self._job())
         answers = self._on_all(members, lambda member: member.client.call(request, timeout_s=timeout_s))
         return [
-            {
-                "id": member.worker,
-                "address": member.address,
-                "pid": member.pid,
-                "keyGroups": len(self._cluster.route.groups_of(member.worker)),
-                "pendingGroups": answer.progress.pending_groups,
-                "frozenGroups": answer.progress.frozen_groups,
-                "load": round(sum(keys for _, keys in answer.load)),
-                "rows": sum(variable.rows for variable in answer.variables),
-                "bytes": sum(variable.bytes for variable in answer.variables),
-                "variables": [asdict(variable) for variable in answer.variables],
-            }
+            WorkerReport(
+                id=member.worker,
+                address=member.address,
+                key_groups=len(self._cluster.route.groups_of(member.worker)),
+                pending_groups=answer.progress.pending_groups,
+                frozen_groups=answer.progress.frozen_groups,
+                load=round(sum(keys for _, keys in answer.load)),
+                rows=sum(variable.rows for variable in answer.variables),
+                bytes=sum(variable.bytes for variable in answer.variables),
+                pid=member.pid,
+                variables=list(answer.variables),
+            )
             for member, answer in zip(members, answers, strict=True)
         ]
 

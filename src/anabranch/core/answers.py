@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from anabranch.core.ids import Epoch, JobId, StageAttempt, StageNumber, WorkerId
 from anabranch.core.state_files import ChangeFile
@@ -105,18 +106,17 @@ class SealedAttempts(Struct, frozen=True, kw_only=True):
 class VariableChanges(Struct, frozen=True, kw_only=True):
     """How much an epoch changes one state variable."""
 
-    stage: StageNumber
+    stage: Annotated[StageNumber, Meta(ge=0, description="the number of a stage")]
     variable: str
-    #: How many changes set an entry, and how many remove something.
-    put: int
-    removed: int
+    put: Annotated[int, Meta(ge=0, description="changes that set an entry")]
+    removed: Annotated[int, Meta(ge=0, description="changes that remove something")]
 
 
-class LateRows(Struct, frozen=True, kw_only=True):
+class DroppedRows(Struct, frozen=True, kw_only=True):
     """Rows that the tasks of a stage have dropped because they came too late."""
 
-    stage: StageNumber
-    rows: int
+    stage: Annotated[StageNumber, Meta(ge=0, description="the number of a stage")]
+    rows: Annotated[int, Meta(ge=0)]
 
 
 class Flushed(Struct, frozen=True, kw_only=True):
@@ -133,17 +133,16 @@ class Prepared(Struct, frozen=True, kw_only=True):
     #: How many changes there are, in all and by state variable, and how many rows came too late.
     rows: int = 0
     variables: tuple[VariableChanges, ...] = ()
-    late: tuple[LateRows, ...] = ()
+    late: tuple[DroppedRows, ...] = ()
 
 
 class HeldVariable(Struct, frozen=True, kw_only=True):
     """What a worker holds of one state variable."""
 
-    stage: StageNumber
+    stage: Annotated[StageNumber, Meta(ge=0, description="the number of a stage")]
     variable: str
-    #: Rows are those of the key groups that the worker owns; bytes are all that it holds.
-    rows: int
-    bytes: int
+    rows: Annotated[int, Meta(ge=0, description="of the key groups that the worker owns")]
+    bytes: Annotated[int, Meta(ge=0, description="of all that the worker holds")]
 
 
 class HeldState(Struct, frozen=True, kw_only=True):

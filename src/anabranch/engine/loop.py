@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pyspark.sql import DataFrame
 
 from anabranch.core.errors import FencedError
+from anabranch.core.reports import EpochReport
 from anabranch.engine.epoch_plan import EpochPlan
 from anabranch.engine.late import LateRows, LateSink, without_rows
 from anabranch.engine.runner import (
@@ -105,7 +106,7 @@ class EpochLoop:
         if self._ticks is not None:
             self._ticks.note_epoch(had_rows=had_rows)
         if had_rows:
-            self._previous_changes = self.reports[-1][1].get("changedRows", 0)
+            self._previous_changes = self.reports[-1].changed_rows
 
     def _wait_for_turn(self, rows: DataFrame) -> None:
         """Takes the lock. A thread that holds it is stopping the query: then Spark interrupts this wait."""
@@ -115,8 +116,8 @@ class EpochLoop:
             if self._stream.is_stopped():
                 raise InterruptedBySparkError
 
-    def run(self, rows: DataFrame, epoch: TaskEpoch, clock: Stopwatch, *, repeated: bool) -> Mapping[str, Any]:
-        """Lets all tasks of an epoch run and the sink write, and returns figures for the report."""
+    def run(self, rows: DataFrame, epoch: TaskEpoch, clock: Stopwatch, *, repeated: bool) -> int | None:
+        """Lets all tasks of an epoch run and the sink write; returns the number of late rows if they are written."""
         self._configure(rows)
         epoch.announce(rows.sparkSession)
         if self._tables is not None:
@@ -125,7 +126,7 @@ class EpochLoop:
             self._tables.begin(rows, self._coordinator.accesses(), epoch, may_change=may_change)
             clock.lap("tables")
         plan = self._plan(rows, epoch.epoch)
-        late_rows: dict[str, int] = {}
+        late_rows: int | None = None
         try:
             if self._late is not None and epoch.late_watermark_ms is not None:
                 plan.keep_input()
@@ -136,7 +137,7 @@ class EpochLoop:
             complete_missing(self._coordinator, epoch.epoch, lambda missing: plan.complete(missing, epoch))
             clock.lap("complete")
             if self._late is not None:
-                late_rows["lateRows"] = self._write_late(self._late.sink, plan, epoch)
+                late_rows = self._write_late(self._late.sink, plan, epoch)
                 clock.lap("late")
         finally:
             plan.release()
@@ -149,8 +150,8 @@ class EpochLoop:
             self._tables.committed(epoch)
 
     @property
-    def reports(self) -> Sequence[tuple[int, Mapping[str, Any]]]:
-        """Figures of the last epochs, by epoch."""
+    def reports(self) -> Sequence[EpochReport]:
+        """Reports of the last epochs, oldest first."""
         return self._runner.reports
 
     def fenced(self) -> FencedError | None:

@@ -11,9 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from anabranch.core.errors import EpochError, FencedError, LostWorkerError
+from anabranch.core.reports import EpochReport
 from anabranch.engine.spark.java import InterruptedBySparkError
 from anabranch.engine.tasks import TaskEpoch
 from anabranch.wire.routed import StageAccess
@@ -42,8 +46,8 @@ class EpochControl(Protocol):
     def missing(self, epoch: int) -> Mapping[int, frozenset[int]]:
         """Returns the partitions of each stage that have not been sealed yet."""
 
-    def commit(self, epoch: int) -> Mapping[str, Any]:
-        """Makes the epoch durable and part of the state, and returns figures for the progress report."""
+    def commit(self, epoch: int) -> EpochReport:
+        """Makes the epoch durable and part of the state, and returns its report, without times and late rows."""
 
     def abort(self, epoch: int) -> None:
         """Forgets what was staged. Never raises: it runs while another error is on its way."""
@@ -87,8 +91,11 @@ class EpochInput(Generic[Rows]):
 class EpochWork(Protocol[RowsRead]):
     """What is done in an epoch between begin and commit."""
 
-    def run(self, rows: RowsRead, epoch: TaskEpoch, clock: Stopwatch, *, repeated: bool) -> Mapping[str, Any]:
-        """Lets all tasks run and the sink write, and returns figures. ``repeated``: the epoch was committed before."""
+    def run(self, rows: RowsRead, epoch: TaskEpoch, clock: Stopwatch, *, repeated: bool) -> int | None:
+        """Lets all tasks run and the sink write; returns the number of late rows if they are written.
+
+        ``repeated``: the epoch was committed before.
+        """
 
     def committed(self, epoch: int) -> None:
         """Notes that the epoch is part of the state."""
@@ -109,8 +116,8 @@ class EpochRunner(Generic[Rows]):
         self._delays_ms = delays_ms
         #: The input of epochs that are not durable: what they did to the state may have to be done again.
         self._volatile: dict[int, EpochInput[Rows]] = {}
-        #: Figures of the last epochs, by epoch.
-        self.reports: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_REMEMBERED_EPOCHS)
+        #: Reports of the last epochs, oldest first.
+        self.reports: deque[EpochReport] = deque(maxlen=_REMEMBERED_EPOCHS)
 
     def run(self, epoch: int, given: EpochInput[Rows]) -> None:
         """Runs the epoch, and again if a worker was lost meanwhile: state and input are as they were before."""
@@ -168,15 +175,21 @@ class EpochRunner(Generic[Rows]):
             late_watermark_ms=given.late_watermark_ms,
         )
         clock.lap("begin")
-        extra = self._work.run(given.rows, task_epoch, clock, repeated=epoch in self._volatile)
-        figures = self._coordinator.commit(epoch)
+        late_rows = self._work.run(given.rows, task_epoch, clock, repeated=epoch in self._volatile)
+        report = self._coordinator.commit(epoch)
         clock.lap("commit")
         self._work.committed(epoch)
         self._volatile[epoch] = given
         for durable in [each for each in self._volatile if each <= self._coordinator.durable_epoch]:
             del self._volatile[durable]
-        times = {"durationMs": clock.laps_ms, "watermarkMs": task_epoch.watermark_ms}
-        self.reports.append((epoch, {**figures, **extra, **times}))
+        self.reports.append(
+            replace(
+                report,
+                duration_ms=clock.laps_ms,
+                watermark_ms=task_epoch.watermark_ms,
+                late_rows=UNSET if late_rows is None else late_rows,
+            )
+        )
         logger.info("epoch %d committed: %s", epoch, clock.laps_ms)
 
 

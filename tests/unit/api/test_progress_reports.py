@@ -10,7 +10,9 @@ from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 from pyspark.sql.types import StructType
 
 from anabranch.api.progress import StateOperators
+from anabranch.core.answers import HeldVariable, VariableChanges
 from anabranch.core.ids import StageNumber
+from anabranch.core.reports import as_json
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.operators.process.frames import FrameRunner
 from anabranch.operators.process.groupstate import GroupRunner
@@ -19,6 +21,7 @@ from anabranch.operators.process.rows import RowRunner
 from anabranch.operators.process.stage import ProcessStage
 from anabranch.operators.process.timers import TIMERS_SPEC
 from anabranch.operators.process.variable import with_expiry
+from support.epoch_reports import epoch_report
 
 FIELDS = pa.schema([("n", pa.int64())])
 TICK_SOURCE = {"description": "a source of ours", "startOffset": {"tick": 1}, "endOffset": {"tick": 2}}
@@ -61,17 +64,17 @@ def test_each_stage_is_an_operator_the_last_one_first() -> None:
     second = stage(2, RowRunner, VariableSpec("m", VariableKind.MAP, FIELDS, FIELDS))
     third = stage(3, GroupRunner, VariableSpec("state", VariableKind.VALUE, FIELDS))
     changed = [
-        {"stage": 1, "variable": "v", "put": 2, "removed": 1},
-        {"stage": 1, "variable": "l", "put": 3, "removed": 0},
-        {"stage": 1, "variable": TIMERS_SPEC.name, "put": 100, "removed": 100},
-        {"stage": 2, "variable": "m", "put": 4, "removed": 0},
+        VariableChanges(stage=1, variable="v", put=2, removed=1),
+        VariableChanges(stage=1, variable="l", put=3, removed=0),
+        VariableChanges(stage=1, variable=TIMERS_SPEC.name, put=100, removed=100),
+        VariableChanges(stage=2, variable="m", put=4, removed=0),
     ]
     # Of two workers.
-    held = [{"stage": 1, "variable": "v", "rows": rows, "bytes": 10} for rows in (5, 6)]
-    held.append({"stage": 1, "variable": TIMERS_SPEC.name, "rows": 1000, "bytes": 1000})
+    held = [HeldVariable(stage=1, variable="v", rows=rows, bytes=10) for rows in (5, 6)]
+    held.append(HeldVariable(stage=1, variable=TIMERS_SPEC.name, rows=1000, bytes=1000))
     report = StateOperators([first, second, third]).reported(
         document(FILE_SOURCE, TICK_SOURCE),
-        {"changedVariables": changed, "durationMs": {"commit": 9}},
+        epoch_report(7, changed_variables=changed, duration_ms={"commit": 9}),
         held=held,
         parallelism={1: 4, 2: 8},
     )
@@ -92,7 +95,8 @@ def test_each_stage_is_an_operator_the_last_one_first() -> None:
 
 
 def test_a_report_is_spark_s_with_a_part_of_ours() -> None:
-    report = StateOperators([]).reported(document(FILE_SOURCE), {"epoch": 7}, held=[], parallelism={})
+    epoch = epoch_report(7)
+    report = StateOperators([]).reported(document(FILE_SOURCE), epoch, held=[], parallelism={})
     assert (report.name, report["id"], str(report.runId), report.batchId) == ("q", ID, ID, 7)
-    assert report["anabranch"] == {"epoch": 7}
-    assert json.loads(report.json)["anabranch"] == {"epoch": 7}
+    assert report["anabranch"] == as_json(epoch)
+    assert json.loads(report.json)["anabranch"]["durationMs"] == {"sink": 7}

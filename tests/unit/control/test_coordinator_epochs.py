@@ -14,6 +14,7 @@ from anabranch.control.owned_checkpoint import claim
 from anabranch.control.resume import resume
 from anabranch.core.errors import CheckpointError, EpochError, FencedError, LostWorkerError, WorkerError
 from anabranch.core.ids import Epoch, StageNumber
+from anabranch.core.reports import as_json
 from anabranch.core.schemas import StageSpec, VariableKind, VariableSpec
 from anabranch.core.settings import Settings
 from support.worker_stand_in import NoSupply, StandIn, membership
@@ -55,9 +56,9 @@ def test_an_epoch_is_begun_collected_prepared_and_committed_on_every_worker(
     coordinator: Coordinator, workers: list[StandIn], storage: Storage
 ) -> None:
     figures = run(coordinator, 0)
-    assert figures["changedRows"] == 6
-    assert figures["changedVariables"] == [{"stage": 1, "variable": "v", "put": 4, "removed": 2}]
-    assert figures["workers"] == 2
+    assert figures.changed_rows == 6
+    assert as_json(figures.changed_variables) == [{"stage": 1, "variable": "v", "put": 4, "removed": 2}]
+    assert figures.workers == 2
     for worker in workers:
         assert worker.kinds() == ["begin", "report_seals", "prepare", "commit"]
         assert {(request.epoch, request.run) for request in worker.requests} == {(0, 0)}  # type: ignore[attr-defined]
@@ -196,7 +197,7 @@ def test_a_look_at_empty_state_gives_columns_of_one_chunk(coordinator: Coordinat
 
 def test_workers_are_described_and_told_good_bye(coordinator: Coordinator, workers: list[StandIn]) -> None:
     described = coordinator.describe()
-    assert [(worker["id"], worker["keyGroups"], worker["rows"], worker["bytes"]) for worker in described] == [
+    assert [(worker.id, worker.key_groups, worker.rows, worker.bytes) for worker in described] == [
         ("one", 4, 2, 30),
         ("two", 4, 2, 30),
     ]

@@ -27,6 +27,7 @@ from anabranch.core.errors import (
     UnsupportedError,
     WorkerError,
 )
+from anabranch.core.reports import as_json
 from anabranch.wire.credentials import Credentials
 from support.http_asking import ask, send_bytes
 from support.http_job import MemoryJob
@@ -56,29 +57,29 @@ def test_the_index_shows_the_job_and_the_way_to_everything_else(job: MemoryJob, 
     answer = ask(server.url, "GET", "/")
     assert answer.status == 200
     assert answer.headers["content-type"] == "application/json"
-    assert answer.json["job"] == job.job()
+    assert answer.json["job"] == as_json(job.job())
     assert set(answer.json["links"].values()) == {endpoint.path for endpoint in ENDPOINTS}
 
 
 def test_what_the_job_says_is_answered(job: MemoryJob, server: ControlServer) -> None:
-    assert ask(server.url, "GET", "/job").json == job.job()
-    assert ask(server.url, "GET", "/stages").json == job.stages()
-    assert ask(server.url, "GET", "/workers").json == job.workers()
-    assert ask(server.url, "GET", "/route").json == job.route()
+    assert ask(server.url, "GET", "/job").json == as_json(job.job())
+    assert ask(server.url, "GET", "/stages").json == as_json(job.stages())
+    assert ask(server.url, "GET", "/workers").json == as_json(job.workers())
+    assert ask(server.url, "GET", "/route").json == as_json(job.route())
     assert ask(server.url, "GET", "/migrations").json == []
     assert ask(server.url, "GET", "/health").json == {"status": "ok"}
 
 
 def test_as_many_epochs_are_shown_as_are_asked_for(job: MemoryJob, server: ControlServer) -> None:
-    assert ask(server.url, "GET", "/epochs").json == job.epochs(20)
-    assert ask(server.url, "GET", "/epochs?limit=3").json == job.epochs(3)
+    assert ask(server.url, "GET", "/epochs").json == as_json(job.epochs(20))
+    assert ask(server.url, "GET", "/epochs?limit=3").json == as_json(job.epochs(3))
 
 
 def test_a_rescale_reaches_the_job(job: MemoryJob, server: ControlServer) -> None:
     answer = ask(server.url, "POST", "/rescale", {"workers": 4, "parallelism": 8, "stage": 3})
     assert (answer.status, answer.json["state"], answer.json["workers"]) == (200, "migrating", 4)
     assert job.asked == [("rescale", 4, 8, 3)]
-    assert [each["parallelism"] for each in job.stages()] == [2, 8]
+    assert [each.parallelism for each in job.stages()] == [2, 8]
     assert len(ask(server.url, "GET", "/workers").json) == 4
     assert ask(server.url, "GET", "/migrations").json[0]["groupsPending"] > 0
 
@@ -105,7 +106,7 @@ def test_a_worker_is_added_without_a_stage_but_not_by_a_get(job: MemoryJob, serv
     assert job.asked == []
     assert ask(server.url, "POST", "/scale").status == 200
     assert job.asked[0] == ("scale_out", None)
-    assert [each["parallelism"] for each in job.stages()] == [2, 2]
+    assert [each.parallelism for each in job.stages()] == [2, 2]
 
 
 def test_head_does_not_scale(job: MemoryJob, server: ControlServer) -> None:
@@ -119,7 +120,7 @@ def test_workers_join_and_leave(job: MemoryJob, server: ControlServer) -> None:
     assert (joined.status, joined.json["address"]) == (200, "10.0.0.5:7077")
     assert ask(server.url, "POST", "/workers", {"address": "[::1]:7077"}).status == 200
     assert ask(server.url, "POST", "/workers/worker-1/drain").json["what"] == "drain worker-1"
-    assert job.workers()[0]["state"] == "draining"
+    assert job.workers()[0].state == "draining"
     assert "worker-9" in ask(server.url, "POST", "/workers/worker-9/drain").error
 
 

@@ -78,7 +78,8 @@ def test_the_key_groups_of_a_lost_worker_go_to_the_others(make: Make, tmp_path: 
     assert (coordinator.route.first_epoch, coordinator.route.workers) == (1, ("one",))
     run(coordinator, 1)
     assert coordinator.committed_epoch == 1
-    assert coordinator.status()["lastRepair"]["lost"] == ["two"]
+    assert coordinator.status().last_repair == coordinator.changes[-1]
+    assert coordinator.changes[-1].lost == ["two"]
 
 
 def test_nothing_is_repaired_when_all_workers_are_well(make: Make) -> None:
@@ -165,7 +166,7 @@ def test_a_worker_lost_during_a_repair_is_repaired_as_well(make: Make) -> None:
     three.call = die_at_assign  # type: ignore[method-assign,assignment]
     run(coordinator, 0)
     assert groups_of(one) == list(range(8))
-    assert coordinator.changes[0].lost == ("two", "three")
+    assert coordinator.changes[0].lost == ["two", "three"]
 
 
 def test_a_worker_that_falls_silent_is_noticed_without_being_asked(make: Make) -> None:

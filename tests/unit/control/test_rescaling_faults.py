@@ -133,7 +133,7 @@ def test_a_newcomer_that_dies_at_once_is_left_out(make: Make, one: StandIn, two:
     wait_until_started(coordinator)
     run(coordinator, 0)
     assert coordinator.route.workers == ("one", "two")
-    assert coordinator.changes[0].lost == ("three",)
+    assert coordinator.changes[0].lost == ["three"]
     wait_until_started(coordinator)  # another one is started in its place
     run(coordinator, 1)
     assert coordinator.route.workers == ("four", "one", "two")
@@ -166,7 +166,7 @@ def test_a_worker_that_is_lost_before_it_could_leave_is_lost(make: Make, one: St
     two.gone = True
     coordinator.cluster.report_lost(WorkerId("two"), "its process has ended")
     run(coordinator, 0)
-    assert (coordinator.changes[0].lost, coordinator.changes[0].left) == (("two",), ())
+    assert (coordinator.changes[0].lost, coordinator.changes[0].left) == (["two"], [])
     assert handle.wait(10)
     assert worker_pool.killed == ["two"]
 

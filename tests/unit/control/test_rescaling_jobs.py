@@ -70,7 +70,7 @@ def test_a_rescale_moves_the_fewest_key_groups_and_waits_for_its_workers(
     assert {to for _, to in moved.values()} == {"three"}
     assert sorted(len(groups_of(worker)) for worker in (one, two, three)) == [2, 3, 3]
     assert sorted(groups_of(one) + groups_of(two) + groups_of(three)) == list(range(KEY_GROUPS))
-    assert figures["changes"][0]["started"] == ["three"]
+    assert figures.changes[0].started == ["three"]
     assert handle.wait(10)
     assert handle.progress()["groupsMoving"] == len(moved)
     assert handle.progress()["startedEpoch"] == 1
@@ -159,11 +159,11 @@ def test_while_state_follows_the_drain_is_paced(make: Make, one: StandIn, two: S
     three.pending_groups = 2
     handle = rescale(coordinator, 3)
     wait_until_started(coordinator)
-    assert run(coordinator, 1)["migrating"]
+    assert run(coordinator, 1).migrating
     three.pending_groups = 0
     run(coordinator, 2)
     assert handle.wait(10)
-    assert not run(coordinator, 3)["migrating"]
+    assert not run(coordinator, 3).migrating
     rows = [request.drain_rows for request in three.requests if isinstance(request, requests.Begin)]
     assert rows[0] == ROWS_AT_FIRST
     assert rows[-1] == -1
@@ -209,7 +209,7 @@ def test_the_newest_workers_leave_first(make: Make, one: StandIn, two: StandIn, 
     coordinator = make(one, two, three)
     rescale(coordinator, 1)
     figures = run(coordinator, 0)
-    assert figures["changes"][0]["left"] == ["three", "two"]
+    assert figures.changes[0].left == ["three", "two"]
     assert groups_of(one) == list(range(KEY_GROUPS))
     assert groups_of(two) == groups_of(three) == []
 

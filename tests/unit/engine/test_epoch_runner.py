@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from anabranch.core.errors import EpochError, FencedError, LostWorkerError
+from anabranch.core.reports import EpochReport
 from anabranch.engine.runner import EpochInput, EpochRunner, Stopwatch, complete_missing
 from anabranch.engine.tasks import TaskEpoch
+from support.epoch_reports import epoch_report
 
 
 @dataclass
@@ -35,20 +37,20 @@ class Job:
         self.runs[epoch] += 1
         return self.runs.total()
 
-    def run(self, rows: str, epoch: TaskEpoch, clock: Stopwatch, *, repeated: bool) -> Mapping[str, Any]:
+    def run(self, rows: str, epoch: TaskEpoch, clock: Stopwatch, *, repeated: bool) -> int | None:
         del clock, repeated
         assert rows == f"rows of {epoch.epoch}"
         if self.losses[epoch.epoch]:
             self.losses[epoch.epoch] -= 1
             raise LostWorkerError(f"worker-{self.runs.total()} cannot be reached.")
         complete_missing(self, epoch.epoch, lambda _missing: None)
-        return {}
+        return None
 
-    def commit(self, epoch: int) -> Mapping[str, Any]:
+    def commit(self, epoch: int) -> EpochReport:
         self.committed_epoch = epoch
         if self.runs[epoch] >= self.durable_with_run.get(epoch, 1000):
             self.durable_epoch = epoch
-        return {}
+        return epoch_report(epoch)
 
     def committed(self, epoch: int) -> None:
         assert epoch == self.committed_epoch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from anabranch.control.epochs.durability import Durability
 from anabranch.control.membership.cluster import Cluster
 from anabranch.control.owned_checkpoint import OwnedCheckpoint
 from anabranch.core import epoch_events as events
-from anabranch.core.answers import Prepared, Refusal
+from anabranch.core.answers import DroppedRows, Prepared, Refusal, VariableChanges
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, CheckpointError, EpochError, FencedError, LostWorkerError
 from anabranch.core.ids import StageNumber, WorkerId
@@ -26,6 +27,16 @@ logger = logging.getLogger(__name__)
 
 #: How often a call that takes long is checked on.
 _LOOK_INTERVAL_S = 0.2
+
+
+@dataclass(frozen=True)
+class ChangedState:
+    """How much an epoch has changed: entries in all and by state variable, bytes written, and late rows by stage."""
+
+    rows: int = 0
+    bytes: int = 0
+    variables: list[VariableChanges] = field(default_factory=list)
+    dropped: list[DroppedRows] = field(default_factory=list)
 
 
 class EpochExecutor:
@@ -52,7 +63,7 @@ class EpochExecutor:
         #: What each worker answered last when it had prepared an epoch.
         self._prepared: dict[WorkerId, Prepared] = {}
         #: How much the last epoch has changed.
-        self.changed: dict[str, Any] = {}
+        self.changed = ChangedState()
         self.pace = DrainRate()
 
     def drive(self, event: events.EpochEvent) -> list[events.EpochInstruction]:
@@ -174,22 +185,21 @@ class EpochExecutor:
         }
 
 
-def _changed(answers: Sequence[Prepared], bytes_written: int) -> dict[str, Any]:
-    """Changes in all; by state variable, how many entries were set and removed; by stage, late rows."""
+def _changed(answers: Sequence[Prepared], bytes_written: int) -> ChangedState:
     put: Counter[tuple[StageNumber, str]] = Counter()
     removed: Counter[tuple[StageNumber, str]] = Counter()
-    late: Counter[StageNumber] = Counter()
+    dropped: Counter[StageNumber] = Counter()
     for answer in answers:
-        late.update({each.stage: each.rows for each in answer.late})
+        dropped.update({each.stage: each.rows for each in answer.late})
         for each in answer.variables:
             put[each.stage, each.variable] += each.put
             removed[each.stage, each.variable] += each.removed
-    return {
-        "changedRows": sum(answer.rows for answer in answers),
-        "changedBytes": bytes_written,
-        "changedVariables": [
-            {"stage": stage, "variable": variable, "put": rows, "removed": removed[stage, variable]}
+    return ChangedState(
+        rows=sum(answer.rows for answer in answers),
+        bytes=bytes_written,
+        variables=[
+            VariableChanges(stage=stage, variable=variable, put=rows, removed=removed[stage, variable])
             for (stage, variable), rows in sorted(put.items())
         ],
-        "droppedRows": [{"stage": stage, "rows": rows} for stage, rows in sorted(late.items()) if rows],
-    }
+        dropped=[DroppedRows(stage=stage, rows=rows) for stage, rows in sorted(dropped.items()) if rows],
+    )

@@ -19,8 +19,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anabranch.control.http.access import Access, Asked
-from anabranch.control.http.endpoints import CHANGED_BY_GET, ENDPOINTS, PUBLIC, Endpoint, JobControl
-from anabranch.control.http.openapi import API_VERSION, description
+from anabranch.control.http.endpoints import (
+    API_VERSION,
+    CHANGED_BY_GET,
+    ENDPOINTS,
+    LINKS,
+    PATHS,
+    PUBLIC,
+    Endpoint,
+    ErrorReport,
+    HealthReport,
+    IndexReport,
+    JobControl,
+    StoppingReport,
+    Values,
+    description,
+)
 from anabranch.control.http.requests import RequestError, nearest, read_values
 from anabranch.core.errors import (
     AnabranchError,
@@ -31,6 +45,7 @@ from anabranch.core.errors import (
     UnsupportedError,
     WorkerError,
 )
+from anabranch.core.reports import as_json
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +84,7 @@ class ControlApp:
         self._control = control
         self._calls = _Calls()
         self._stop_asked = threading.Lock()
-        paths = dict.fromkeys(endpoint.path for endpoint in ENDPOINTS)
-        self.routes = [Route(path, _ByMethod(path, self._answer)) for path in paths]
+        self.routes = [Route(path, _ByMethod(path, self._answer)) for path in PATHS]
         routed = Starlette(routes=self.routes, exception_handlers={HTTPException: _not_found})
         routed.router.redirect_slashes = False
         self._gate = _Gate(routed, access)
@@ -85,9 +99,9 @@ class ControlApp:
             values = await read_values(request, endpoint)
             if endpoint.changes:
                 client = request.client.host if request.client else "?"
-                logger.info("%s asks for %s %s", client, endpoint.name, values)
+                logger.info("%s asks for %s %s", client, endpoint.name, as_json(values))
             if endpoint.name == "stop":
-                return _json({"stopping": True}, endpoint.status, then=self._stop)
+                return _json(StoppingReport(stopping=True), endpoint.status, then=self._stop)
             return _json(await self._result(endpoint, values), endpoint.status)
         except RequestError as error:
             return _refuse(error.status, error.sentence)
@@ -98,13 +112,13 @@ class ControlApp:
             logger.exception("%s %s failed", endpoint.method, endpoint.path)
             return _refuse(500, f"{endpoint.method} {endpoint.path} failed. The log of the driver says why.")
 
-    async def _result(self, endpoint: Endpoint, values: Mapping[str, Any]) -> Any:
+    async def _result(self, endpoint: Endpoint, values: Values) -> Any:
         if endpoint.call is not None:
             call = endpoint.call
             return await self._calls.run(lambda: call(self._control, values))
         if endpoint.name == "index":
-            return {"job": await self._calls.run(self._control.job), "links": links()}
-        return description() if endpoint.name == "openapi" else {"status": "ok"}
+            return IndexReport(job=await self._calls.run(self._control.job), links=LINKS)
+        return description() if endpoint.name == "openapi" else HealthReport(status="ok")
 
     def _stop(self) -> None:
         """On a thread of its own: stopping the job closes the server that runs this."""
@@ -118,11 +132,6 @@ class ControlApp:
             logger.exception("the job could not be stopped")
         finally:
             self._stop_asked.release()
-
-
-def links() -> dict[str, str]:
-    """Paths of the API by name; where GET and POST do the same, under one name."""
-    return {each.name: each.path for each in ENDPOINTS if each.path not in CHANGED_BY_GET or each.method != "GET"}
 
 
 class _ByMethod:
@@ -251,12 +260,12 @@ def _asked(request: Request) -> Asked:
 
 async def _not_found(request: Request, _: Exception) -> Response:
     path = request.scope["path"]
-    advice = nearest(path, dict.fromkeys(endpoint.path for endpoint in ENDPOINTS), "paths")
+    advice = nearest(path, PATHS, "paths")
     return _refuse(404, f"There is no {path[:60]}. {advice}")
 
 
 def _refuse(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
-    return _json({"error": sentence}, status, headers=headers)
+    return _json(ErrorReport(error=sentence), status, headers=headers)
 
 
 def _json(
@@ -266,7 +275,7 @@ def _json(
     headers: Mapping[str, str] | None = None,
     then: Callable[[], None] | None = None,
 ) -> Response:
-    text = json.dumps(document, allow_nan=False, default=_plain) + "\n"
+    text = json.dumps(as_json(document), allow_nan=False) + "\n"
     task = None if then is None else BackgroundTask(_as_async(then))
     return Response(
         text, status, headers={**_HEADERS, **(headers or {})}, media_type="application/json", background=task
@@ -280,11 +289,3 @@ def _as_async(function: Callable[[], None]) -> Callable[[], Any]:
         function()
 
     return run
-
-
-def _plain(value: Any) -> Any:
-    """NumPy's numbers, as JSON has them."""
-    item = getattr(value, "item", None)
-    if item is None:
-        raise TypeError(f"{type(value).__name__} cannot be sent as JSON")
-    return item()

@@ -1,14 +1,30 @@
-"""The table of the HTTP API: each endpoint, what it takes and does. Routes, checks and OpenAPI are made from it."""
+"""The table of the HTTP API: each endpoint, what it takes, does and answers; and its OpenAPI description."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from anabranch.core.reports import (
+    EpochReport,
+    JobReport,
+    JsonReport,
+    MigrationReport,
+    RescaleReport,
+    RouteReport,
+    SavepointReport,
+    StageReport,
+    WorkerReport,
+    properties,
+)
 from anabranch.core.settings import MAX_PARALLELISM, MAX_WORKERS
 
+API_VERSION = "1"
 EPOCHS_SHOWN = 20
 EPOCHS_SHOWN_MAX = 1000
 #: Stages are numbered from 0 at the source, and no plan comes near this many.
@@ -18,107 +34,133 @@ TEXT_CHARACTERS_MAX = 4096
 
 
 class JobControl(Protocol):
-    """What the HTTP API asks of a running job. Every method may be called from any thread, several at a time.
+    """What the HTTP API asks of a running job: see ENDPOINTS. Any thread may call any method, several at a time.
 
-    Answers are JSON documents; `answers.SCHEMAS` says which fields each has at least. Errors of `core.errors` reach the
-    client with their text.
+    Errors of `core.errors` reach the client with their text.
     """
 
-    def job(self) -> dict[str, Any]:
-        """The job as a whole: id, last committed epoch, number of workers, and the rescale that was asked for last."""
+    def job(self) -> JobReport: ...
 
-    def stages(self) -> list[dict[str, Any]]:
-        """The stages, in order, with number, name and parallelism."""
+    def stages(self) -> list[StageReport]: ...
 
-    def workers(self) -> list[dict[str, Any]]:
-        """The workers, with id, address, state, and what they hold."""
+    def workers(self) -> list[WorkerReport]: ...
 
-    def route(self) -> dict[str, Any]:
-        """The route in force."""
+    def route(self) -> RouteReport: ...
 
-    def epochs(self, limit: int) -> list[dict[str, Any]]:
-        """Reports of the last epochs, newest first."""
+    def epochs(self, limit: int) -> list[EpochReport]: ...
 
-    def migrations(self) -> list[dict[str, Any]]:
-        """The changes of the route by this driver, newest first, and whether all state has arrived."""
+    def migrations(self) -> list[MigrationReport]: ...
 
-    def rescale(self, workers: int | None, parallelism: int | None, stage: int | str | None) -> dict[str, Any]:
-        """Begin a rescale, and say how far it is."""
+    def rescale(self, workers: int | None, parallelism: int | None, stage: int | str | None) -> RescaleReport: ...
 
-    def scale_out(self, stage: int | str | None) -> dict[str, Any]:
-        """Begin to add a worker to those asked for, and a task to the stage, if one is named; say how far that is."""
+    def scale_out(self, stage: int | str | None) -> RescaleReport: ...
 
-    def drain(self, worker: str) -> dict[str, Any]:
-        """Begin to move everything away from a worker, which then leaves, and say how far that is."""
+    def drain(self, worker: str) -> RescaleReport: ...
 
-    def join(self, address: str) -> dict[str, Any]:
+    def join(self, address: str) -> WorkerReport:
         """Let a running worker take part. Of one that takes part already, say so: a worker may ask twice."""
 
-    def savepoint(self, path: str) -> dict[str, Any]:
-        """Save the job in a place of its own."""
+    def savepoint(self, path: str) -> SavepointReport: ...
 
-    def stop(self) -> None:
-        """Stop the job after the epoch that is running."""
+    def stop(self) -> None: ...
 
 
-Values = Mapping[str, Any]
+# ---------------------------------------------------------------------------------------- what endpoints take
+
+_TEXT = Meta(min_length=1, max_length=TEXT_CHARACTERS_MAX)
+#: The title says how a text must look, for the sentence that refuses others.
+_StageName = Annotated[str, _TEXT, Meta(title="the name of a stage")]
+_Stage = Annotated[int, Meta(ge=0, le=STAGE_NUMBER_MAX)] | _StageName
+_Workers = Annotated[int, Meta(ge=1, le=MAX_WORKERS, description="how many workers the job is to have", examples=[4])]
+_Parallelism = Annotated[
+    int,
+    Meta(ge=1, le=MAX_PARALLELISM, description="partitions of the stage, or of all stateful stages", examples=[8]),
+]
 
 
-@dataclass(frozen=True)
-class Field:
-    """A value that an endpoint takes: in the path, the query or the body."""
+class Values(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The values of a request to one endpoint; this one has none."""
 
-    name: str
-    doc: str
-    example: Any
-    #: Both: a number or a name.
-    is_number: bool = False
-    is_text: bool = False
-    low: int = 0
-    high: int = 0
-    required: bool = False
-    default: Any = None
-    #: A text must look like this, which is what `looks` says.
-    pattern: str = ""
-    looks: str = "a text"
 
-    def fault(self, value: Any) -> str | None:
-        """What is wrong with a value, as a sentence that says what is right; None if nothing is."""
-        # For Python, true is a number.
-        if self.is_number and isinstance(value, int) and not isinstance(value, bool):
-            if self.low <= value <= self.high:
-                return None
-        elif self.is_text and isinstance(value, str):
-            fits = 0 < len(value) <= TEXT_CHARACTERS_MAX and value.isprintable()
-            if fits and re.fullmatch(self.pattern or ".*", value):
-                return None
-        shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}…"
-        return f"{self.name} is {shown}; it must be {self.in_words}, such as {self.example!r}."
+class EpochsValues(Values, frozen=True, kw_only=True):
+    limit: Annotated[int, Meta(ge=1, le=EPOCHS_SHOWN_MAX, description="how many epochs", examples=[5])] = EPOCHS_SHOWN
 
-    @property
-    def in_words(self) -> str:
-        number = f"a whole number from {self.low} to {self.high}"
-        if self.is_number and self.is_text:
-            return f"{number} or {self.looks}"
-        return number if self.is_number else self.looks
 
-    def from_text(self, text: str) -> Any:
-        """What a text of the query stands for."""
-        return int(text) if self.is_number and re.fullmatch(r"-?[0-9]{1,18}", text) else text
+class RescaleValues(Values, frozen=True, kw_only=True):
+    workers: _Workers | UnsetType = UNSET
+    parallelism: _Parallelism | UnsetType = UNSET
+    stage: Annotated[_Stage, Meta(description="number or name of a stateful stage", examples=[3])] | UnsetType = UNSET
 
-    def schema(self) -> dict[str, Any]:
-        """As JSON Schema."""
-        number: dict[str, Any] = {"type": "integer", "minimum": self.low, "maximum": self.high}
-        text: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": TEXT_CHARACTERS_MAX}
-        if self.pattern:
-            text["pattern"] = f"^{self.pattern}$"
-        if self.is_number and self.is_text:
-            chosen: dict[str, Any] = {"anyOf": [number, text]}
-        else:
-            chosen = number if self.is_number else text
-        if self.default is not None:
-            chosen["default"] = self.default
-        return chosen | {"examples": [self.example]}
+
+class ScaleValues(Values, frozen=True, kw_only=True):
+    stage: Annotated[_Stage, Meta(description="number or name of a stateful stage", examples=[3])] | UnsetType = UNSET
+
+
+class ScaleByGetValues(Values, frozen=True, kw_only=True):
+    stage: Annotated[
+        _Stage, Meta(description="number or name of the stateful stage that needs more capacity", examples=[3])
+    ]
+
+
+class DrainValues(Values, frozen=True, kw_only=True):
+    worker: Annotated[str, _TEXT, Meta(title="the id of a worker", description="id of a worker", examples=["worker-3"])]
+
+
+class JoinValues(Values, frozen=True, kw_only=True):
+    address: Annotated[
+        str,
+        _TEXT,
+        Meta(
+            title="host:port",
+            description="where the driver reaches the worker, as host:port",
+            examples=["10.0.0.5:7077"],
+            # A port from 1 to 65535, so that it need not be checked elsewhere.
+            pattern=(
+                r"^(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\])"
+                r":(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])$"
+            ),
+        ),
+    ]
+
+
+class SavepointValues(Values, frozen=True, kw_only=True):
+    path: Annotated[
+        str,
+        _TEXT,
+        Meta(
+            title="a path or URL",
+            description="where the savepoint goes: a new path or URL, as the driver sees it",
+            examples=["savepoints/before-upgrade"],
+        ),
+    ]
+
+
+# ---------------------------------------------------------------------------- answers that are not about the job
+
+
+class IndexReport(JsonReport, frozen=True, kw_only=True):
+    """The job, and the paths of the API by name."""
+
+    job: JobReport
+    links: Annotated[dict[str, str], Meta(description="paths")]
+
+
+class StoppingReport(JsonReport, frozen=True, kw_only=True):
+    """The job is about to stop."""
+
+    stopping: Annotated[bool, Meta(extra_json_schema={"const": True})]
+
+
+class HealthReport(JsonReport, frozen=True, kw_only=True):
+    """The API answers."""
+
+    status: Literal["ok"]
+
+
+class ErrorReport(JsonReport, frozen=True, kw_only=True):
+    """What went wrong, and what to do."""
+
+    error: str
 
 
 @dataclass(frozen=True)
@@ -129,14 +171,13 @@ class Endpoint:
     path: str
     name: str
     summary: str
-    #: The name of the answer's schema in `answers.SCHEMAS`, and whether the answer is a list of them.
-    answer: str
-    many: bool = False
-    #: None: the server answers by itself.
-    call: Callable[[JobControl, Values], Any] | None = None
-    in_path: tuple[Field, ...] = ()
-    in_query: tuple[Field, ...] = ()
-    in_body: tuple[Field, ...] = ()
+    #: A kind of report, or a list of one.
+    answer: Any
+    #: Asks the job, with the values that the endpoint takes. None: the server answers by itself.
+    call: Callable[[JobControl, Any], Any] | None = None
+    takes: type[Values] = Values
+    #: Where the values are.
+    place: Literal["path", "query", "body"] = "body"
     #: At least one of these must be given.
     one_of: tuple[str, ...] = ()
     changes: bool = False
@@ -145,102 +186,52 @@ class Endpoint:
     is_public: bool = False
 
 
-_STAGE = Field(
-    "stage",
-    "number or name of a stateful stage",
-    3,
-    is_number=True,
-    is_text=True,
-    high=STAGE_NUMBER_MAX,
-    looks="the name of a stage",
-)
-_STAGE_NEEDED = Field(
-    "stage",
-    "number or name of the stateful stage that needs more capacity",
-    3,
-    is_number=True,
-    is_text=True,
-    high=STAGE_NUMBER_MAX,
-    looks="the name of a stage",
-    required=True,
-)
-_WORKERS = Field("workers", "how many workers the job is to have", 4, is_number=True, low=1, high=MAX_WORKERS)
-_PARALLELISM = Field(
-    "parallelism",
-    "partitions of the stage, or of all stateful stages",
-    8,
-    is_number=True,
-    low=1,
-    high=MAX_PARALLELISM,
-)
-_LIMIT = Field("limit", "how many epochs", 5, is_number=True, low=1, high=EPOCHS_SHOWN_MAX, default=EPOCHS_SHOWN)
-_WORKER = Field("worker", "id of a worker", "worker-3", is_text=True, looks="the id of a worker", required=True)
-_ADDRESS = Field(
-    "address",
-    "where the driver reaches the worker, as host:port",
-    "10.0.0.5:7077",
-    is_text=True,
-    required=True,
-    # A port from 1 to 65535, so that nobody else has to look.
-    pattern=(
-        r"(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?\])"
-        r":(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
-    ),
-    looks="host:port",
-)
-_PATH = Field(
-    "path",
-    "where the savepoint goes: a new path or URL, as the driver sees it",
-    "savepoints/before-upgrade",
-    is_text=True,
-    looks="a path or URL",
-    required=True,
-)
+def _rescale(control: JobControl, values: RescaleValues) -> RescaleReport:
+    return control.rescale(
+        workers=None if values.workers is UNSET else values.workers,
+        parallelism=None if values.parallelism is UNSET else values.parallelism,
+        stage=None if values.stage is UNSET else values.stage,
+    )
 
 
-def _rescale(control: JobControl, values: Values) -> dict[str, Any]:
-    return control.rescale(values.get("workers"), values.get("parallelism"), values.get("stage"))
-
-
-def _scale_out(control: JobControl, values: Values) -> dict[str, Any]:
-    return control.scale_out(values.get("stage"))
+def _scale_out(control: JobControl, values: ScaleValues | ScaleByGetValues) -> RescaleReport:
+    return control.scale_out(None if values.stage is UNSET else values.stage)
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (
-    Endpoint("GET", "/", "index", "The job, and where to find the rest.", "Index"),
-    Endpoint("GET", "/job", "job", "The job as a whole.", "Job", call=lambda c, _: c.job()),
-    Endpoint("GET", "/stages", "stages", "The stages of the job.", "Stage", many=True, call=lambda c, _: c.stages()),
-    Endpoint("GET", "/workers", "workers", "The workers.", "Worker", many=True, call=lambda c, _: c.workers()),
-    Endpoint("GET", "/route", "route", "Which worker owns which key groups.", "Route", call=lambda c, _: c.route()),
+    Endpoint("GET", "/", "index", "The job, and where to find the rest.", IndexReport),
+    Endpoint("GET", "/job", "job", "The job as a whole.", JobReport, lambda c, _: c.job()),
+    Endpoint("GET", "/stages", "stages", "The stages of the job.", list[StageReport], lambda c, _: c.stages()),
+    Endpoint("GET", "/workers", "workers", "The workers.", list[WorkerReport], lambda c, _: c.workers()),
+    Endpoint("GET", "/route", "route", "Which worker owns which key groups.", RouteReport, lambda c, _: c.route()),
     Endpoint(
         "GET",
         "/epochs",
         "epochs",
         "The last epochs, newest first.",
-        "Epoch",
-        many=True,
-        call=lambda c, v: c.epochs(v["limit"]),
-        in_query=(_LIMIT,),
+        list[EpochReport],
+        lambda c, v: c.epochs(v.limit),
+        EpochsValues,
+        "query",
     ),
     Endpoint(
         "GET",
         "/migrations",
         "migrations",
         "The changes of the route since the driver started, newest first.",
-        "Migration",
-        many=True,
-        call=lambda c, _: c.migrations(),
+        list[MigrationReport],
+        lambda c, _: c.migrations(),
     ),
-    Endpoint("GET", "/health", "health", "Whether the API answers. Needs no token.", "Health", is_public=True),
-    Endpoint("GET", "/openapi.json", "openapi", "This description.", "OpenApi"),
+    Endpoint("GET", "/health", "health", "Whether the API answers. Needs no token.", HealthReport, is_public=True),
+    Endpoint("GET", "/openapi.json", "openapi", "This description.", dict[str, Any]),
     Endpoint(
         "POST",
         "/rescale",
         "rescale",
         "Change the number of workers, the parallelism, or both, while the job runs.",
-        "Rescale",
-        call=_rescale,
-        in_body=(_WORKERS, _PARALLELISM, _STAGE),
+        RescaleReport,
+        _rescale,
+        RescaleValues,
         one_of=("workers", "parallelism"),
         changes=True,
     ),
@@ -249,9 +240,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/scale",
         "scale_by_get",
         "Give a stage one worker's worth more capacity. GET is for this machine only.",
-        "Rescale",
-        call=_scale_out,
-        in_query=(_STAGE_NEEDED,),
+        RescaleReport,
+        _scale_out,
+        ScaleByGetValues,
+        "query",
         changes=True,
     ),
     Endpoint(
@@ -259,9 +251,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/scale",
         "scale",
         "Add a worker, and give a stage one worker's worth more capacity, if one is named.",
-        "Rescale",
-        call=_scale_out,
-        in_query=(_STAGE,),
+        RescaleReport,
+        _scale_out,
+        ScaleValues,
+        "query",
         changes=True,
     ),
     Endpoint(
@@ -269,9 +262,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/workers",
         "join",
         "Let a running worker take part in the job.",
-        "Worker",
-        call=lambda c, v: c.join(v["address"]),
-        in_body=(_ADDRESS,),
+        WorkerReport,
+        lambda c, v: c.join(v.address),
+        JoinValues,
         changes=True,
     ),
     Endpoint(
@@ -279,9 +272,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/workers/{worker}/drain",
         "drain",
         "Move everything away from a worker, so that it can leave.",
-        "Rescale",
-        call=lambda c, v: c.drain(v["worker"]),
-        in_path=(_WORKER,),
+        RescaleReport,
+        lambda c, v: c.drain(v.worker),
+        DrainValues,
+        "path",
         changes=True,
     ),
     Endpoint(
@@ -289,9 +283,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/savepoint",
         "savepoint",
         "Save the job in a place of its own. The answer comes when that is done.",
-        "Savepoint",
-        call=lambda c, v: c.savepoint(v["path"]),
-        in_body=(_PATH,),
+        SavepointReport,
+        lambda c, v: c.savepoint(v.path),
+        SavepointValues,
         changes=True,
     ),
     Endpoint(
@@ -299,12 +293,87 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/stop",
         "stop",
         "Stop the job after the epoch that is running.",
-        "Stopping",
+        StoppingReport,
         changes=True,
         status=202,
     ),
 )
 
+PATHS = tuple(dict.fromkeys(each.path for each in ENDPOINTS))
 #: A GET that changes something must be looked at as closely as a POST.
 CHANGED_BY_GET = frozenset(each.path for each in ENDPOINTS if each.changes and each.method == "GET")
 PUBLIC = frozenset(each.path for each in ENDPOINTS if each.is_public)
+#: Paths by name; where GET and POST do the same, under one name.
+LINKS = {each.name: each.path for each in ENDPOINTS if each.path not in CHANGED_BY_GET or each.method != "GET"}
+
+# ---------------------------------------------------------------------------------------------------- OpenAPI
+
+_REFUSALS = {
+    "400": "The request is wrong, or asks for what cannot be done.",
+    "401": "A token is needed, or the one that was sent is wrong.",
+    "403": "A request from a web page, under a foreign name, or a change by GET from another machine.",
+    "404": "There is no such path; the sentence names the nearest.",
+    "405": "The path does not know this method; the header Allow names those that it knows.",
+    "408": "The body did not arrive in time.",
+    "409": "The job is in no state for this.",
+    "413": "The body is too large.",
+    "500": "An error of the server; its log has the details.",
+    "503": "A worker cannot be reached, the server has too much to do, or the job is stopping.",
+}
+
+
+def description() -> dict[str, Any]:
+    """Describes the whole API, as an OpenAPI document."""
+    kinds = [*(endpoint.answer for endpoint in ENDPOINTS), ErrorReport]
+    (*answers, error), schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint, answer in zip(ENDPOINTS, answers, strict=True):
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, answer, error)
+    document = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Anabranch job control",
+            "version": API_VERSION,
+            "description": "A running job: what it does, and how to rescale, save and stop it.",
+        },
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "token": {"type": "http", "scheme": "bearer", "description": "The job's anabranch.token."}
+            },
+        },
+    }
+    # Clients name their classes after schemas: Job, not JobReport.
+    named: dict[str, Any] = json.loads(json.dumps(document).replace('Report"', '"'))
+    return named
+
+
+def _operation(endpoint: Endpoint, answer: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": endpoint.name,
+        "summary": endpoint.summary,
+        "parameters": [],
+        "responses": {
+            str(endpoint.status): {"description": "Done.", "content": _json(answer)},
+            **{status: {"description": doc, "content": _json(error)} for status, doc in _REFUSALS.items()},
+        },
+        # An empty requirement: from loopback the token is not always needed.
+        "security": [{}] if endpoint.is_public else [{"token": []}, {}],
+    }
+    body = msgspec.json.schema(endpoint.takes)["$defs"][endpoint.takes.__name__]
+    if endpoint.place == "body" and body["properties"]:
+        if endpoint.one_of:
+            body["anyOf"] = [{"required": [name]} for name in endpoint.one_of]
+        is_required = bool(body["required"] or endpoint.one_of)
+        operation["requestBody"] = {"required": is_required, "content": _json(body)}
+    else:
+        for name, schema in properties(endpoint.takes).items():
+            parameter = {"name": name, "in": endpoint.place, "required": name in body["required"]}
+            operation["parameters"].append({**parameter, "description": schema["description"], "schema": schema})
+    return operation
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

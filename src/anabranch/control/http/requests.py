@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, get_type_hints
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from anabranch.control.http.endpoints import Endpoint, Field
+from anabranch.control.http.endpoints import Endpoint, Values
+from anabranch.core.reports import properties
 
 BODY_BYTES_MAX = 64 * 1024
 #: A body is short, so whoever takes longer is not sending it.
@@ -26,17 +29,51 @@ class RequestError(Exception):
         self.sentence = sentence
 
 
-async def read_values(request: Request, endpoint: Endpoint) -> dict[str, Any]:
-    """All values of a request, from path, query and body."""
-    values = dict(request.path_params)
-    _check(values, endpoint.in_path)
-    values |= _query(request, endpoint)
+async def read_values(request: Request, endpoint: Endpoint) -> Values:
+    """Reads all values of a request, from path, query and body."""
+    known = properties(endpoint.takes)
+    values = _query(request, known if endpoint.place == "query" else ())
     body = await _body(request)
-    _check_names(body, endpoint.in_body, "field of the body", _hint(endpoint))
-    _check(body, endpoint.in_body)
-    if endpoint.one_of and not any(name in body for name in endpoint.one_of):
-        raise RequestError(400, f"Say what to change: {_in_words(endpoint.one_of)}. Send {_example(endpoint)}.")
-    return values | body
+    _check_names(body, known if endpoint.place == "body" else (), "field of the body", _hint(endpoint, known))
+    values |= {**request.path_params, **body}
+    for field in msgspec.structs.fields(endpoint.takes):
+        name, schema = field.name, known[field.name]
+        if name in values and not fits(endpoint.takes, name, values[name]):
+            raise RequestError(
+                400, f"{name} is {_shown(values[name])}; it must be {in_words(schema)}, such as {_example(schema)!r}."
+            )
+        if name not in values and field.required:
+            raise RequestError(400, f"{name} is missing: {schema['description']}, such as {_example(schema)!r}.")
+    if endpoint.one_of and not any(name in values for name in endpoint.one_of):
+        example = json.dumps({name: _example(known[name]) for name in endpoint.one_of})
+        raise RequestError(400, f"Say what to change: {' or '.join(endpoint.one_of)}. Send {example}.")
+    return endpoint.takes(**values)
+
+
+def fits(takes: type[Values], name: str, value: Any) -> bool:
+    """Tells whether a value is what a field takes."""
+    try:
+        msgspec.convert(value, get_type_hints(takes, include_extras=True)[name])
+    except msgspec.ValidationError:
+        return False
+    return not isinstance(value, str) or value.isprintable()
+
+
+def in_words(schema: Mapping[str, Any]) -> str:
+    """What a value must be, by its JSON Schema."""
+    if "anyOf" in schema:
+        return " or ".join(map(in_words, schema["anyOf"]))
+    if schema["type"] == "integer":
+        return f"a whole number from {schema['minimum']} to {schema['maximum']}"
+    return str(schema["title"])
+
+
+def _example(schema: Mapping[str, Any]) -> Any:
+    return schema["examples"][0]
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}…"
 
 
 def nearest(word: str, candidates: Iterable[str], what: str) -> str:
@@ -46,18 +83,15 @@ def nearest(word: str, candidates: Iterable[str], what: str) -> str:
     return f"Did you mean {close[0]}?" if close else f"Valid {what}: {', '.join(known)}."
 
 
-def _query(request: Request, endpoint: Endpoint) -> dict[str, Any]:
+def _query(request: Request, known: Collection[str]) -> dict[str, Any]:
     given = request.query_params.multi_items()
     names = [name for name, _ in given]
-    _check_names(names, endpoint.in_query, "parameter of the query", "Leave out everything from the ? on.")
+    _check_names(names, known, "parameter of the query", "Leave out everything from the ? on.")
     for name in names:
         if names.count(name) > 1:
             raise RequestError(400, f"{name} is given {names.count(name)} times. Give it once.")
-    texts = dict(given)
-    values = {field.name: field.from_text(texts[field.name]) for field in endpoint.in_query if field.name in texts}
-    _check(values, endpoint.in_query)
-    defaults = {field.name: field.default for field in endpoint.in_query if field.default is not None}
-    return defaults | values
+    # A stage that has digits only is meant by its number.
+    return {name: int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else text for name, text in given}
 
 
 async def _body(request: Request) -> dict[str, Any]:
@@ -102,34 +136,16 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return body
 
 
-def _check_names(names: Iterable[str], fields: Sequence[Field], what: str, if_none: str) -> None:
-    known = [field.name for field in fields]
+def _check_names(names: Iterable[str], known: Collection[str], what: str, if_none: str) -> None:
     for name in names:
         if name not in known:
             advice = nearest(name, known, "ones") if known else if_none
             raise RequestError(400, f"{name[:60]!r} is not a {what}. {advice}")
 
 
-def _check(values: dict[str, Any], fields: Sequence[Field]) -> None:
-    for field in fields:
-        if field.name in values:
-            if fault := field.fault(values[field.name]):
-                raise RequestError(400, fault)
-        elif field.required:
-            raise RequestError(400, f"{field.name} is missing: {field.doc}, such as {field.example!r}.")
-
-
-def _hint(endpoint: Endpoint) -> str:
-    """For a body that should not be there."""
-    if endpoint.in_query:
-        values = "&".join(f"{field.name}={field.example}" for field in endpoint.in_query)
+def _hint(endpoint: Endpoint, known: Mapping[str, Mapping[str, Any]]) -> str:
+    """What to do about a body that should not be there."""
+    if endpoint.place == "query":
+        values = "&".join(f"{name}={_example(schema)}" for name, schema in known.items())
         return f"Send no body, and give values in the address: {endpoint.path}?{values}."
     return "Send no body."
-
-
-def _example(endpoint: Endpoint) -> str:
-    return json.dumps({field.name: field.example for field in endpoint.in_body if field.name in endpoint.one_of})
-
-
-def _in_words(names: Sequence[str]) -> str:
-    return " or ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]

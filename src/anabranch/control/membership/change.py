@@ -10,11 +10,12 @@ from anabranch.checkpoint.manifests import save_route
 from anabranch.control.epochs.durability import Durability
 from anabranch.control.membership.assignment import Assignment, carry_out
 from anabranch.control.membership.members import Member
-from anabranch.control.membership.rescale import Change, Migration
+from anabranch.control.membership.rescale import Migration, Rescale
 from anabranch.core import membership_events as events
 from anabranch.core.answers import TransferProgress
 from anabranch.core.errors import AnabranchError, EpochError, LostWorkerError, WorkerError
 from anabranch.core.ids import WorkerId
+from anabranch.core.reports import ChangeReport
 from anabranch.core.requests import Complete, Describe
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ class ChangeInProgress:
         self._durability = durability
         self._started_s = cluster.scheduler.monotonic_s()
         self._answers: dict[WorkerId, TransferProgress] = {}
-        self.made: Change
+        #: What was done, and the rescales that took effect with it.
+        self.report: ChangeReport
+        self.rescales: tuple[Rescale, ...] = ()
 
     def carry_out(self, instruction: events.MembershipInstruction) -> list[events.MembershipEvent]:
         """Does what the machine says; what came of it."""
@@ -138,10 +141,17 @@ class ChangeInProgress:
         """The change is over: tell who asked for it, and begin the migration."""
         cluster = self._cluster
         with cluster.notes:
-            rescales = tuple(cluster.rescales.pop(number) for number in made.rescales)
+            self.rescales = tuple(cluster.rescales.pop(number) for number in made.rescales)
         duration_ms = round(1000 * (cluster.scheduler.monotonic_s() - self._started_s))
         version = cluster.route.version
-        self.made = Change(made.lost, made.joined, made.left, made.moved, version, duration_ms, rescales)
+        self.report = ChangeReport(
+            lost=list(made.lost),
+            started=list(made.joined),
+            left=list(made.left),
+            key_groups=made.moved,
+            route_version=version,
+            duration_ms=duration_ms,
+        )
         cluster.offers = []
         if len(cluster.members) >= cluster.wanted:
             cluster.unreplaced.clear()
@@ -158,7 +168,7 @@ class ChangeInProgress:
             change_ms=duration_ms,
             drains=cluster.settings.drain,
         )
-        cluster.migrations.begin(migration, rescales)
+        cluster.migrations.begin(migration, self.rescales)
         members = cluster.members.all
         if cluster.settings.migration == "eager" and made.moved:
             completed = cluster.scheduler.gather(partial(self._complete, member) for member in members)

@@ -15,8 +15,7 @@ from anabranch.control.epochs.durability import Durability
 from anabranch.control.membership.change import ChangeInProgress
 from anabranch.control.membership.heartbeat import Heartbeat
 from anabranch.control.membership.members import Member, Membership
-from anabranch.control.membership.migrations import Migrations
-from anabranch.control.membership.rescale import Change, Rescale, asked_for
+from anabranch.control.membership.rescale import Migrations, Rescale, asked_for
 from anabranch.control.membership.worker_pool import WorkerPool
 from anabranch.control.owned_checkpoint import OwnedCheckpoint
 from anabranch.control.resume import Resumed
@@ -25,6 +24,7 @@ from anabranch.core.answers import SharedOffer, TransferProgress
 from anabranch.core.errors import AnabranchError, EpochError, SettingsError
 from anabranch.core.ids import Epoch, WorkerId
 from anabranch.core.membership import MembershipMachine
+from anabranch.core.reports import ChangeReport
 from anabranch.core.requests import CloseJob, Health, Release, ReportProgress
 from anabranch.core.routes import Route
 from anabranch.core.settings import Settings
@@ -200,8 +200,11 @@ class Cluster:
         well = self.scheduler.gather(partial(self._is_well, member) for member in self.members.all)
         return not all(well) or self.any_lost
 
-    def change(self, next_epoch: Epoch, durability: Durability) -> Change:
-        """Let go of lost and leaving workers, let in new ones, and share the key groups out among those that stay."""
+    def change(self, next_epoch: Epoch, durability: Durability) -> tuple[ChangeReport, tuple[Rescale, ...]]:
+        """Let go of lost and leaving workers, let in new ones, and share the key groups out among those that stay.
+
+        Returns what was done, and the rescales that took effect with it.
+        """
         with self.change_counter.changing():
             change = ChangeInProgress(self, durability)
             queue: list[events.MembershipEvent] = [events.ChangeBegun(next_epoch)]
@@ -210,7 +213,7 @@ class Cluster:
                 with self._given_up_on_errors():
                     for instruction in instructions:
                         queue += change.carry_out(instruction)
-            return change.made
+            return change.report, change.rescales
 
     @contextmanager
     def _given_up_on_errors(self) -> Iterator[None]:

@@ -1,19 +1,27 @@
-"""Rescales: what was asked for, and how far it is."""
+"""Rescales and the migrations that come of them: what was asked for, and how far state has followed."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import asdict
 
 from anabranch.core.answers import TransferProgress
 from anabranch.core.ids import Epoch, WorkerId
 from anabranch.core.membership_events import RescaleState
+from anabranch.core.reports import MigrationReport, Moves, RescaleReport, as_json
+from anabranch.runtime.scheduler import Scheduler
+from anabranch.runtime.threads import THREADS
 
 _ON_DEMAND_ONLY = "anabranch.drain is false: only keys that are asked for move, so this does not complete by itself"
+#: Migrations that are over are remembered up to this number.
+_REMEMBERED = 100
 _ENDED = (RescaleState.DONE, RescaleState.FAILED, RescaleState.REPLACED)
 
 
@@ -53,54 +61,47 @@ class Migration:
         if self.seconds is None:
             self.seconds = time.monotonic() - self.started_s
 
-    def moved(self, figure: Callable[[TransferProgress], int]) -> int:
+    def moves(self) -> Moves:
+        return Moves(
+            groups_moving=self.groups_moving,
+            groups_pending=self.pending,
+            rows_fetched=self._moved(lambda told: told.fetched_rows),
+            rows_drained=self._moved(lambda told: told.drained_rows),
+            bytes_fetched=self._moved(lambda told: told.fetched_bytes),
+            bytes_drained=self._moved(lambda told: told.drained_bytes),
+            change_ms=self.change_ms,
+            seconds=round(time.monotonic() - self.started_s if self.seconds is None else self.seconds, 3),
+        )
+
+    def _moved(self, figure: Callable[[TransferProgress], int]) -> int:
         """Rows or bytes that were brought since the migration began."""
         before = {worker: figure(progress) for worker, progress in self.baseline.items()}
         return sum(max(0, figure(progress) - before.get(worker, 0)) for worker, progress in self.latest.items())
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "number": self.number,
-            "strategy": self.strategy,
-            "routeVersion": self.route_version,
-            "firstEpoch": int(self.first_epoch),
-            "startedAt": self.started_at,
-            "joined": list(self.joined),
-            "left": list(self.left),
-            "groupsMoving": self.groups_moving,
-            "groupsPending": self.pending,
-            "rowsFetched": self.moved(lambda told: told.fetched_rows),
-            "rowsDrained": self.moved(lambda told: told.drained_rows),
-            "bytesFetched": self.moved(lambda told: told.fetched_bytes),
-            "bytesDrained": self.moved(lambda told: told.drained_bytes),
-            "changeMs": self.change_ms,
-            "seconds": round(time.monotonic() - self.started_s if self.seconds is None else self.seconds, 3),
-            "done": self.seconds is not None,
-        }
+    def report(self) -> MigrationReport:
+        return MigrationReport(
+            **asdict(self.moves()),
+            number=self.number,
+            strategy=self.strategy,
+            route_version=self.route_version,
+            first_epoch=self.first_epoch,
+            started_at=self.started_at,
+            joined=list(self.joined),
+            left=list(self.left),
+            done=self.seconds is not None,
+        )
 
 
-@dataclass(frozen=True)
-class Change:
-    """What was done between two epochs about workers that came, left or were lost, for progress reports."""
-
-    lost: tuple[WorkerId, ...]
-    started: tuple[WorkerId, ...]
-    left: tuple[WorkerId, ...]
-    key_groups: int
-    route_version: int
-    duration_ms: int
-    #: The rescales that took effect.
-    rescales: tuple[Rescale, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "lost": list(self.lost),
-            "started": list(self.started),
-            "left": list(self.left),
-            "keyGroups": self.key_groups,
-            "routeVersion": self.route_version,
-            "durationMs": self.duration_ms,
-        }
+_NO_MOVES = Moves(
+    groups_moving=0,
+    groups_pending=0,
+    rows_fetched=0,
+    rows_drained=0,
+    bytes_fetched=0,
+    bytes_drained=0,
+    change_ms=0,
+    seconds=0.0,
+)
 
 
 def asked_for(workers: int | None, parallelism: Mapping[int, int]) -> Rescale:
@@ -149,26 +150,23 @@ class Rescale:
 
     def progress(self) -> dict[str, Any]:
         """How far it is: its state, what moves, and what has been moved, on demand and in the background."""
+        progress: dict[str, Any] = as_json(self.report())
+        return progress
+
+    def report(self) -> RescaleReport:
         with self._changed:
-            migration = self._migration.to_json() if self._migration is not None else {}
+            moves = _NO_MOVES if self._migration is None else self._migration.moves()
             seconds = time.monotonic() - self._asked_s if self._seconds is None else self._seconds
-            return {
-                "number": self.number,
-                "what": self.what,
-                "state": str(self._state),
-                "message": self._message or self._warning(),
-                "workers": self.workers,
-                "parallelism": {str(stage): number for stage, number in self.parallelism.items()},
-                "startedEpoch": migration.get("firstEpoch"),
-                "groupsMoving": migration.get("groupsMoving", 0),
-                "groupsPending": migration.get("groupsPending", 0),
-                "rowsFetched": migration.get("rowsFetched", 0),
-                "rowsDrained": migration.get("rowsDrained", 0),
-                "bytesFetched": migration.get("bytesFetched", 0),
-                "bytesDrained": migration.get("bytesDrained", 0),
-                "changeMs": migration.get("changeMs", 0),
-                "seconds": round(seconds, 3),
-            }
+            return RescaleReport(
+                **asdict(moves) | {"seconds": round(seconds, 3)},
+                number=self.number,
+                what=self.what,
+                state=self._state,
+                message=self._message or self._warning(),
+                workers=self.workers,
+                parallelism=dict(self.parallelism),
+                started_epoch=None if self._migration is None else self._migration.first_epoch,
+            )
 
     def _warning(self) -> str:
         """Why it will not be done, if that is so."""
@@ -200,3 +198,61 @@ class Rescale:
     def _set(self, state: RescaleState) -> None:
         self._state = state
         self._changed.notify_all()
+
+
+class Migrations:
+    """The migrations of a job. Any thread may call any method."""
+
+    def __init__(self, scheduler: Scheduler = THREADS) -> None:
+        self._lock = scheduler.lock()
+        self._all: deque[Migration] = deque(maxlen=_REMEMBERED)
+        #: Rescales whose state is on its way, each with the number of its migration.
+        self._handles: list[tuple[int, Rescale]] = []
+
+    @property
+    def is_under_way(self) -> bool:
+        with self._lock:
+            return any(migration.seconds is None for migration in self._all)
+
+    def begin(self, migration: Migration, handles: Collection[Rescale]) -> None:
+        """The route has changed. Migrations that were under way go on, towards the new owners."""
+        with self._lock:
+            self._all.append(migration)
+            self._handles += [(migration.number, handle) for handle in handles]
+            for each in self._all:
+                if each.seconds is None:
+                    each.latest.clear()
+        for handle in handles:
+            handle.begin(migration)
+
+    def note(self, worker: WorkerId, progress: TransferProgress) -> None:
+        """What a worker says. What it said before the last change is no news."""
+        with self._lock:
+            if not self._all or progress.assignment != self._all[-1].number:
+                return
+            for migration in self._all:
+                if migration.seconds is None:
+                    migration.latest[worker] = progress
+
+    def finish(self, number: int) -> None:
+        """All state has arrived that was on its way since the migration with this number, or before it."""
+        with self._lock:
+            for migration in self._all:
+                if migration.number <= number:
+                    migration.finish()
+            done = [handle for of, handle in self._handles if of <= number]
+            self._handles = [(of, handle) for of, handle in self._handles if of > number]
+        for handle in done:
+            handle.end(RescaleState.DONE)
+
+    def fail(self, message: str) -> None:
+        """The query ends before all state has arrived."""
+        with self._lock:
+            handles, self._handles = self._handles, []
+        for _, handle in handles:
+            handle.end(RescaleState.FAILED, message)
+
+    def reports(self) -> list[MigrationReport]:
+        """The migrations, oldest first."""
+        with self._lock:
+            return [migration.report() for migration in self._all]

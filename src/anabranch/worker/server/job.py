@@ -55,7 +55,7 @@ class WorkerJob:
         self._staging = Staging()
         #: The chosen changes of the epoch that is prepared, by stage and variable.
         self._prepared: dict[Variable, pa.Table] = {}
-        self._prepared_late: tuple[answers.LateRows, ...] = ()
+        self._prepared_late: tuple[answers.DroppedRows, ...] = ()
         self._prepared_by = RunId(Generation(0), NO_RUN)
         self._deferred = DeferredChanges()
         self._defers = False

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from anabranch.core.answers import LateRows, VariableChanges
+from anabranch.core.answers import DroppedRows, VariableChanges
 from anabranch.core.errors import WorkerError
 from anabranch.core.gather import PART_BYTES
 from anabranch.core.ids import Epoch, Run, RunId, StageAttempt, StageNumber
@@ -46,12 +46,12 @@ class Staging:
         self._pieces.clear()
         self._late.clear()
 
-    def late(self, attempts: Iterable[StageAttempt]) -> tuple[LateRows, ...]:
+    def late(self, attempts: Iterable[StageAttempt]) -> tuple[DroppedRows, ...]:
         """The late rows of all these attempts, by stage."""
         late: Counter[StageNumber] = Counter()
         for attempt in attempts:
             late[attempt.stage] += self._late.get(attempt, 0)
-        return tuple(LateRows(stage=stage, rows=rows) for stage, rows in sorted(late.items()))
+        return tuple(DroppedRows(stage=stage, rows=rows) for stage, rows in sorted(late.items()))
 
     def combined(self, attempts: Iterable[StageAttempt]) -> dict[Variable, pa.Table]:
         """The changes of all these attempts to each variable."""
