@@ -30,9 +30,8 @@ from anabranch.worker.stores import Store
 from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.stores.redis import RedisStore
 from anabranch.worker.stores.shared import SharedState, refuse_shared
-from anabranch.worker.transfer.group_ownership import GroupOwnership, Sources, Variable
-from anabranch.worker.transfer.peers import Peer, PeerOrigin
-from anabranch.worker.transfer.sources import CheckpointOrigin
+from anabranch.worker.transfer.group_ownership import GroupOwnership, GroupSources, Variable
+from anabranch.worker.transfer.sources import CheckpointSource, Peer, PeerSource
 
 #: Newer than any epoch: what is frozen does not change any more.
 _NOW = 1 << 62
@@ -110,17 +109,19 @@ class JobState:
             return self._assign(request, credentials)
 
     def _assign(self, request: requests.Assign, credentials: Credentials) -> tuple[int, int]:
-        def from_checkpoint(variable: Variable, groups: Collection[int]) -> CheckpointOrigin:
-            return CheckpointOrigin(
+        def from_checkpoint(variable: Variable, groups: Collection[int]) -> CheckpointSource:
+            return CheckpointSource(
                 self.storage,
                 self._states[variable].layout,
+                self.shape.key_groups,
                 groups,
                 [file for file in request.snapshot if (file.stage, file.variable) == variable],
                 [file for file in request.changes if (file.stage, file.variable) == variable],
+                self._parts.scheduler,
             )
 
-        def from_peer(peer: Peer, variable: Variable) -> PeerOrigin:
-            return PeerOrigin(peer, StageNumber(variable[0]), self._states[variable].layout, self._parts.connect)
+        def from_peer(peer: Peer, variable: Variable) -> PeerSource:
+            return PeerSource(peer, StageNumber(variable[0]), self._states[variable].layout, self._parts.connect)
 
         peers = {}
         for offer in request.peers:
@@ -136,14 +137,14 @@ class JobState:
             new = set(request.groups) - self.ownership.groups
             shared = self._shared.take_over(new, request.shared, f"{request.generation}.{request.number}")
             self._shared.forget(self.ownership.groups - set(request.groups))
-        sources = Sources(from_checkpoint, peers if self._shared is None else {}, shared)
+        sources = GroupSources(from_checkpoint, peers if self._shared is None else {}, shared)
         self.ownership.drains_migrations = request.drain
-        adopted, left = self.ownership.assign(request.groups, sources, freeze_as_of=freeze_as_of)
+        gained, left = self.ownership.assign(request.groups, sources, freeze_as_of=freeze_as_of)
         for state in self._states.values() if shared else ():
             state.expect_unnoticed(shared)
         if not peers:
             self.ownership.start_drain()
-        return len(adopted), len(left)
+        return len(gained), len(left)
 
     # ------------------------------------------------------------------------------------------------ layers
 

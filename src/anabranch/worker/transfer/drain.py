@@ -1,4 +1,4 @@
-"""The drain: brings what is missing of adopted key groups in the background, out of the way of epochs.
+"""The drain: brings what is missing of key groups in the background, out of the way of epochs.
 
 Between epochs it goes on freely. While an epoch runs, it brings no more rows than the driver allows for that epoch: the
 driver sees how long epochs take, and paces the drain so that they stay as short as before.
