@@ -11,8 +11,8 @@ import pytest
 from anabranch.core.errors import AnabranchError
 from anabranch.core.transactions import TransactionMachine
 from anabranch.worker.state.rows import Changes, Hashes
+from anabranch.worker.state.shared_state import SharedState
 from anabranch.worker.stores.redis_rows import GroupRows, Places
-from anabranch.worker.stores.shared import SharedState
 from anabranch.worker.transfer.group_ownership import GroupOwnership, GroupSources, Variable
 from anabranch.worker.transfer.group_transfer import GroupTransfer
 from simulated.families import (

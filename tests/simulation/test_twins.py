@@ -17,8 +17,8 @@ from anabranch.core.schemas import Layout, Op, StageSpec, VariableKind, Variable
 from anabranch.worker.compaction import _Values
 from anabranch.worker.state.entry_merge import EntryMerge
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
 from simulated.state import DictKnown, DictMerge, DictState
+from support.stores import open_store
 
 GROUPS = 4
 _NUMBER = pa.schema([("n", pa.int64())])

@@ -16,7 +16,8 @@ import redis
 
 from anabranch.core.schemas import Layout
 from anabranch.worker.state.rows import VariableCodec
-from anabranch.worker.stores.redis import RedisConnection, RedisStore
+from anabranch.worker.stores.redis import RedisStore
+from anabranch.worker.stores.redis_connection import RedisConnection
 
 _START_S = 20
 #: A port may be taken between the moment it is found and that of its use.

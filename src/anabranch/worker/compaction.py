@@ -36,8 +36,9 @@ from anabranch.core.ids import Epoch, Generation
 from anabranch.core.schemas import Layout, Op, StageSpec, VariableKind
 from anabranch.core.state_files import ChangeFile, SnapshotFile
 from anabranch.worker.state.entry_merge import EntryMerge
+from anabranch.worker.state.rows import VariableCodec
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
+from anabranch.worker.stores.memory import MemoryStore
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class _Values:
     """What is left of the values of a variable, in a store."""
 
     def __init__(self, layout: Layout, key_groups: int) -> None:
-        self._state = VariableState(layout, key_groups, open_store("memory", layout, key_groups, directory=None))
+        self._state = VariableState(layout, key_groups, MemoryStore(VariableCodec(layout).shape(key_groups)))
         self.load = self._state.load
         self.rows = self.rows_at_most = self._state.rows
         self.drop_groups = self._state.drop_groups

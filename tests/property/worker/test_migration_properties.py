@@ -20,7 +20,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from anabranch.core.schemas import HASH, Op, VariableKind
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
 from anabranch.worker.transfer.group_transfer import GroupTransfer
 from support.migrating_state import (
     BY_VALUE,
@@ -38,6 +37,7 @@ from support.migrating_state import (
     layout_of,
     looked_up,
 )
+from support.stores import open_store
 
 GROUPS = 8
 #: Four keys for each of eight hashes, in six of the key groups.

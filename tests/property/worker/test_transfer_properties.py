@@ -15,9 +15,9 @@ from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.schemas import HASH, INDEX, POSITION, Layout, Op, VariableKind, VariableSpec
 from anabranch.core.state_files import ChangeFile
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
 from anabranch.worker.transfer.group_transfer import GroupTransfer
 from anabranch.worker.transfer.sources import CheckpointSource
+from support.stores import open_store
 
 GROUPS = 8
 KEYS = range(12)

@@ -10,7 +10,6 @@ import pytest
 from anabranch.core.errors import AnabranchError, CheckpointError, LostWorkerError
 from anabranch.core.schemas import HASH, Op, VariableKind
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
 from anabranch.worker.transfer.group_transfer import GroupTransfer, _between_keys
 from anabranch.worker.transfer.sources import StateSource
 from support.migrating_state import (
@@ -26,6 +25,7 @@ from support.migrating_state import (
     layout_of,
     looked_up,
 )
+from support.stores import open_store
 
 GROUPS = 8
 #: The first three share a hash; the next two share a key group with nobody.

@@ -25,11 +25,10 @@ from anabranch.wire.frames import Parts, Tables
 from anabranch.wire.messages import DUE, ENTRIES, EXPIRED, REST
 from anabranch.worker.parts import PRODUCTION, WorkerParts
 from anabranch.worker.state.key_recurrence import KeyRecurrence
+from anabranch.worker.state.shared_state import SharedState
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import Store
+from anabranch.worker.stores import SharedStore, Store
 from anabranch.worker.stores.options import StoreOptions
-from anabranch.worker.stores.redis import RedisStore
-from anabranch.worker.stores.shared import SharedState, refuse_shared
 from anabranch.worker.transfer.group_ownership import GroupOwnership, GroupSources, Variable
 from anabranch.worker.transfer.sources import CheckpointSource, Peer, PeerSource
 
@@ -65,17 +64,16 @@ class JobState:
         #: Whether epochs tend to change the same keys again.
         self._repetitions = {variable: KeyRecurrence() for variable in self._states}
         self.ownership = GroupOwnership(self._states, shape.key_groups, parts.scheduler)
-        remote = [store for store in opened.values() if isinstance(store, RedisStore)]
+        shared = [store for store in opened.values() if isinstance(store, SharedStore)]
         #: Whether key groups were changing hands when a shared store failed.
         self._is_torn = False
         #: Only if the job's state is in a store that workers share.
-        self._shared = SharedState(self._states.values(), remote) if remote else None
+        self._shared = SharedState(self._states.values(), shared) if shared else None
 
     def hand_over(self, request: requests.HandOver) -> tuple[SharedOffer, ...]:
         """Keep only some key groups; the others are left in the shared store, as far as they are whole."""
         if self._shared is None:
-            refuse_shared([request.keep])
-            return ()
+            raise _not_shared()
         groups = self.ownership.groups - set(request.keep)
         pending = frozenset(group for variable in self._states for group in self.ownership.pending(variable))
         with self._lost_on_errors():
@@ -131,7 +129,8 @@ class JobState:
         freeze_as_of = request.epoch if request.freeze else None
         shared: frozenset[int] = frozenset()
         if self._shared is None:
-            refuse_shared(request.shared)
+            if request.shared:
+                raise _not_shared()
         else:
             freeze_as_of = None
             new = set(request.groups) - self.ownership.groups
@@ -301,6 +300,13 @@ class JobState:
             known = [f"{s}/{v}" for s, v in sorted(self._states)]
             raise WorkerError(f"Stage {stage} has no state variable {variable!r} here. There are: {known}.")
         return state
+
+
+def _not_shared() -> WorkerError:
+    return WorkerError(
+        "This worker keeps state for itself, and was given key groups of a shared store. Start all workers of a "
+        "job with the same --store."
+    )
 
 
 def _tables(name: str, batches: Iterable[pa.RecordBatch]) -> Parts:

@@ -9,11 +9,12 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from anabranch.core.schemas import Op, VariableKind
+from anabranch.core.schemas import Op, StageSpec, VariableKind
 from anabranch.worker.state.codec import from_objects, to_objects
 from anabranch.worker.state.read_write_lock import ReadWriteLock
 from anabranch.worker.state.rows import Changes, Entries, Keys, Rows, Shape
 from anabranch.worker.state.table import RowTable
+from anabranch.worker.stores import Place
 
 #: Rows changed before readers are let in again: some milliseconds.
 _APPLY_ROWS = 1 << 15
@@ -61,6 +62,21 @@ class _RowsByGroup:
         starts = np.where(groups > 0, self._ends[groups - 1], 0)
         parts = [self._rows[start:end] for start, end in zip(starts, self._ends[groups], strict=True)]
         return np.concatenate(parts) if parts else self._rows[:0]
+
+
+class MemoryBackend:
+    """See Backend. There is nothing to share, and nothing that outlives a store."""
+
+    def __init__(self, place: Place) -> None:
+        del place
+
+    def open(self, shape: Shape, job: str, stage: StageSpec, variable: str) -> MemoryStore:
+        del job, stage, variable
+        return MemoryStore(shape)
+
+    def close_job(self, job: str) -> None: ...
+
+    def wipe(self, job: str) -> None: ...
 
 
 class MemoryStore:
@@ -152,13 +168,10 @@ class MemoryStore:
         with self._in_place.reading():
             return self._table.nbytes + (by_group.nbytes if by_group is not None else 0)
 
-    def close(self) -> None:
+    def destroy(self) -> None:
         with self._changing, self._in_place.writing():
             self._table, self._by_group = self._empty_table(), None
             self._entries = 0
-
-    def destroy(self) -> None:
-        self.close()
 
     def _empty_table(self) -> RowTable:
         value_width = self._shape.value_width if self._of_values else None
