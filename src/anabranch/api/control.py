@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from anabranch.control.membership.members import Member, discover
-from anabranch.core.errors import EpochError, SettingsError, UnsupportedError
+from anabranch.core.errors import EpochError, SettingsError
 from anabranch.wire.credentials import Credentials
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ class QueryControl:
                 f"The worker {found.worker} keeps state in {found.store}, the others in {expected}. Start it with "
                 f"--store {expected}."
             )
-        if settings.migration == "restart":
-            raise UnsupportedError("A job that is rescaled by restarts takes no workers that join. Use lazy or eager.")
+        self._query.strategy.check_join()
         cluster.join(found)
         return {"id": found.worker, "address": address}
 

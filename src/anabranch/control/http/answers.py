@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anabranch.core.settings import MIGRATIONS
+from anabranch.control.strategies import MIGRATIONS
 
 #: The states of a rescale, of which the last three are final.
 RESCALE_STATES = ("waiting", "migrating", "done", "failed", "replaced")
