@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.schemas import Layout, Op, VariableKind, VariableSpec
-from anabranch.worker.state import entry_merge as merge
-from anabranch.worker.state.entry_merge import EntryMerge
+from anabranch.worker import compaction as merge
+from anabranch.worker.compaction import EntryMerge
 from anabranch.worker.state.variable_state import VariableState
 from support.stores import open_store
 

@@ -89,7 +89,7 @@ def from_objects(values: Sequence[bytes], width: int | None) -> Encoded:
 
 def take(encoded: Encoded, rows: npt.NDArray[Any]) -> Encoded:
     """The values of some rows."""
-    if encoded.dtype == object or encoded.shape[1] == 0:
+    if encoded.ndim == 1 or encoded.shape[1] == 0:
         return np.asarray(encoded[rows])
     # As one opaque value per row, because a gather of rows of single bytes is several times slower.
     width = encoded.shape[1]

@@ -20,7 +20,7 @@ import pyarrow as pa
 from anabranch.core.eventtime import FIRST_TIME, EventTime
 from anabranch.core.schemas import OP, Op
 from anabranch.worker.state.codec import Encoded, take
-from anabranch.worker.state.layer import Layer
+from anabranch.worker.state.layer import Layer, keys_in
 from anabranch.worker.state.rows import Changes, Hashes, Keys, Rows, Shape, VariableCodec
 from anabranch.worker.state.table import RowTable
 from anabranch.worker.stores import Store
@@ -193,10 +193,8 @@ class DueIndex:
         is_twin[:-1] |= is_twin[1:]
         twins = keys.take(order[is_twin])
         table = RowTable(self._shape.key_width, 0)
-        table.reserve(len(twins))
-        table.put(twins.hashes, twins.keys)
-        rows = table.rows()
-        return Keys.concat([keys.take(order[~is_twin]), Keys(table.hashes(rows), table.keys(rows))])
+        table.add(twins.hashes, twins.keys)
+        return Keys.concat([keys.take(order[~is_twin]), keys_in(table)])
 
     # ---------------------------------------------------------------------------------------------- letting go
 

@@ -126,6 +126,11 @@ class RowTable:
             self._write(rows, records, values)
         return rows
 
+    def add(self, hashes: Hashes, keys: Encoded) -> RowNumbers:
+        """Add the keys that are absent, and make room for them. Returns the row of each key."""
+        self.reserve(len(hashes))
+        return self.put(hashes, keys)
+
     def remove(self, hashes: Hashes, keys: Encoded) -> int:
         """Remove the keys, as far as they are there, and say how many were."""
         rows, slots = self._index.find(hashes, self._same(hashes, keys))

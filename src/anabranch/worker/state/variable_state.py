@@ -23,14 +23,13 @@ from anabranch.worker.state.allocation import give_back_after
 from anabranch.worker.state.codec import batches_of
 from anabranch.worker.state.due_index import DueIndex
 from anabranch.worker.state.key_set import KeySet
-from anabranch.worker.state.layer import Layer, ValueLayer, make_layer, read_through
+from anabranch.worker.state.layer import Layer, ValueLayer, keys_in, make_layer, read_through
 from anabranch.worker.state.rows import Entries, Keys, Rows, VariableCodec
 from anabranch.worker.state.table import RowTable
 from anabranch.worker.stores import Store
 
 logger = logging.getLogger(__name__)
 
-_BATCH_ROWS = 1 << 16
 #: Keys of a new layer that are looked up, to estimate how many of them are new.
 _GROWTH_SAMPLES = 512
 
@@ -155,7 +154,8 @@ class VariableState:
         """
         seen = RowTable(self._shape.key_width, 0)
         if without is not None:
-            _add(seen, self._codec.encode_keys(without))
+            left_out = self._codec.encode_keys(without)
+            seen.add(left_out.hashes, left_out.keys)
         with self._reading(epoch) as layers:
             changed = self._changed_keys(layers, groups, seen)
             entries = read_through(changed, layers, self._store, self._shape)
@@ -181,8 +181,7 @@ class VariableState:
         with self._reading(epoch) as layers:
             keys = index.candidates(layers, groups, since, up_to)
             entries = read_through(keys, layers, self._store, self._shape)
-        of = keys.take(entries.index)
-        batches = self._codec.rows_of(Rows(of.hashes, of.keys, entries.subkeys, entries.values))
+        batches = self._codec.rows_of(keys.rows_of(entries))
         return batches if whole_keys else (batch.filter(event_time.is_over(batch, up_to)) for batch in batches)
 
     def latest(self, epoch: int, groups: Collection[int]) -> Iterator[pa.RecordBatch]:
@@ -192,12 +191,11 @@ class VariableState:
         """
         mine = self._latest.take(self._shape.chosen(groups)[self._shape.groups_of(self._latest.hashes)])
         distinct = RowTable(self._shape.key_width, 0)
-        _add(distinct, mine)
-        keys = Keys(distinct.hashes(distinct.rows()), distinct.keys(distinct.rows()))
+        distinct.add(mine.hashes, mine.keys)
+        keys = keys_in(distinct)
         with self._reading(epoch) as layers:
             entries = read_through(keys, layers, self._store, self._shape)
-        of = keys.take(entries.index)
-        return self._codec.rows_of(Rows(of.hashes, of.keys, entries.subkeys, entries.values))
+        return self._codec.rows_of(keys.rows_of(entries))
 
     def expect_unnoticed(self, groups: Collection[int]) -> None:
         """These key groups are in the store from now on, without having been loaded."""
@@ -351,23 +349,16 @@ class VariableState:
             keys = layer.keys()
             if groups is not None:
                 keys = keys.take(self._shape.chosen(groups)[self._shape.groups_of(keys.hashes)])
-            _add(seen, keys)
+            seen.add(keys.hashes, keys.keys)
         added = np.setdiff1d(seen.rows(), before, assume_unique=True)
         return Keys(seen.hashes(added), seen.keys(added))
 
     def _batches(
         self, changed: Keys, entries: Entries, below: Iterator[Rows], seen: RowTable
     ) -> Iterator[pa.RecordBatch]:
-        for start in range(0, len(entries), _BATCH_ROWS):
-            part = entries.take(np.arange(start, min(start + _BATCH_ROWS, len(entries))))
-            keys = changed.take(part.index)
-            yield from self._codec.rows_of(Rows(keys.hashes, keys.keys, part.subkeys, part.values))
+        for part in entries.batches():
+            yield from self._codec.rows_of(changed.rows_of(part))
         for rows in below:
             rest = rows.take(seen.find(rows.hashes, rows.keys) < 0) if len(seen) else rows
             if len(rest):
                 yield from self._codec.rows_of(rest)
-
-
-def _add(table: RowTable, keys: Keys) -> None:
-    table.reserve(len(keys))
-    table.put(keys.hashes, keys.keys)

@@ -221,8 +221,7 @@ class _Snapshot:
                     rows = self._read(next(_steps(list(self._unread.values()))))
                 else:
                     return
-            for start in range(0, len(rows), _BATCH_ROWS):
-                yield rows.take(np.arange(start, min(start + _BATCH_ROWS, len(rows))))
+            yield from rows.batches(_BATCH_ROWS)
 
     def _read(self, places: Sequence[GroupPlace]) -> Rows:
         rows = self._rows.all_of(places)
