@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 from greenlet import GreenletExit
 
-from anabranch.worker.stores import Place
+from anabranch.worker.stores import StorePlace
 from anabranch.worker.stores import redis_scripts as scripts
 from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.stores.redis import RedisBackend
@@ -136,7 +136,7 @@ class SharedStores(StoreOptions):
     def backend(self) -> RedisBackend:
         assert self.process is not None
         assert self.trouble is not None
-        backend = RedisBackend(Place())
+        backend = RedisBackend(StorePlace())
         vars(backend)["connection"] = SimRedis(self.process, self.trouble)
         return backend
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from anabranch.core.schemas import StageSpec
 from anabranch.worker import stores
 from anabranch.worker.state.rows import Changes, Shape
-from anabranch.worker.stores import Backend, Place, StoreKind
+from anabranch.worker.stores import Backend, StoreKind, StorePlace
 from anabranch.worker.stores.memory import MemoryStore
 
 NAME = "counting"
@@ -29,7 +29,7 @@ class CountingStore(MemoryStore):
 class CountingBackend:
     """See Backend."""
 
-    def __init__(self, place: Place, applied: Counter[str]) -> None:
+    def __init__(self, place: StorePlace, applied: Counter[str]) -> None:
         assert place.directory is None, "a store without files gets no directory"
         self._applied = applied
 
@@ -47,7 +47,7 @@ def registered() -> Iterator[Counter[str]]:
     """The kind is known meanwhile. Gives how many changes each variable has had."""
     applied: Counter[str] = Counter()
 
-    def backend(place: Place) -> Backend:
+    def backend(place: StorePlace) -> Backend:
         return CountingBackend(place, applied)
 
     stores.register(StoreKind(NAME, backend))

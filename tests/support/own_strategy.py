@@ -8,14 +8,14 @@ from typing import Any
 from anabranch.control import strategies
 from anabranch.control.membership.cluster import Cluster
 from anabranch.control.membership.rescale import Rescale
-from anabranch.control.strategies.lazy import Lazy
+from anabranch.control.strategies.lazy import LazyMigration
 from anabranch.control.strategies.strategy import RescalableQuery
 from anabranch.core.ids import WorkerId
 
 NAME = "counted"
 
 
-class Counted(Lazy):
+class Counted(LazyMigration):
     """See MigrationStrategy."""
 
     name = NAME

@@ -44,7 +44,7 @@ from anabranch.worker.transfer.sources import as_puts
 
 logger = logging.getLogger(__name__)
 
-#: What is in memory at a time: the state of a range of key groups that has at most so many rows, and bytes.
+#: What is in memory at a time: the state of a range of key groups with at most this many rows, and bytes.
 RANGE_ROWS_MAX = 2_000_000
 _RANGE_BYTES_MAX = 512 << 20
 #: What a row takes in memory beyond its columns: keys and entries that vary in width are Python objects.

@@ -12,7 +12,7 @@ import pytest
 
 from anabranch.control.membership.rescale import Rescale, asked_for
 from anabranch.control.strategies import MIGRATIONS, strategy_of
-from anabranch.control.strategies.restart import Restart
+from anabranch.control.strategies.restart import RestartMigration
 from anabranch.core.errors import SettingsError, UnsupportedError
 from anabranch.core.ids import StageNumber
 from anabranch.core.membership_events import RescaleState
@@ -79,7 +79,7 @@ class Query:
 
 
 def test_restarts_are_made_one_after_the_other_in_the_order_in_which_they_were_asked_for() -> None:
-    query, restart = Query(workers=2), Restart()
+    query, restart = Query(workers=2), RestartMigration()
     with query.restarting():
         handles = [asked_for(3, {}), asked_for(None, {1: 7}), asked_for(4, {})]
         for handle in handles:
@@ -91,7 +91,7 @@ def test_restarts_are_made_one_after_the_other_in_the_order_in_which_they_were_a
 
 
 def test_a_restart_that_fails_or_comes_too_late_says_so() -> None:
-    query, restart = Query(workers=2), Restart()
+    query, restart = Query(workers=2), RestartMigration()
 
     def outcome(handle: Rescale) -> tuple[RescaleState, str]:
         restart.rescale(query, handle)
@@ -105,7 +105,7 @@ def test_a_restart_that_fails_or_comes_too_late_says_so() -> None:
 
 
 def test_restarts_need_workers_that_the_query_starts_itself() -> None:
-    restart = Restart()
+    restart = RestartMigration()
     with pytest.raises(UnsupportedError, match=r"starts no workers itself.*lazy or eager"):
         restart.rescale(Query(worker_addresses=("a:1",)), asked_for(3, {}))
     with pytest.raises(SettingsError, match="workers is 5000"):

@@ -54,12 +54,12 @@ def test_a_worker_loads_the_library_of_no_store_but_its_own() -> None:
     program = """
 import sys
 import anabranch.worker.server.fork_server, anabranch.worker.server.service
-from anabranch.worker.stores import STORES, Place
+from anabranch.worker.stores import STORES, StorePlace
 loaded = {"redis", "rocksdict"} & sys.modules.keys()
 assert not loaded, loaded
-STORES["memory"].backend(Place())
+STORES["memory"].backend(StorePlace())
 assert not {"redis", "rocksdict"} & sys.modules.keys()
-STORES["rocksdb"].backend(Place())
+STORES["rocksdb"].backend(StorePlace())
 assert {"redis", "rocksdict"} & sys.modules.keys() == {"rocksdict"}
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from anabranch.control.strategies.eager import Eager
-from anabranch.control.strategies.lazy import Lazy
-from anabranch.control.strategies.remote import Remote
-from anabranch.control.strategies.restart import Restart
+from anabranch.control.strategies.eager import EagerMigration
+from anabranch.control.strategies.lazy import LazyMigration
+from anabranch.control.strategies.remote import RemoteMigration
+from anabranch.control.strategies.restart import RestartMigration
 from anabranch.control.strategies.strategy import MigrationStrategy
 
 _KINDS: dict[str, Callable[[], MigrationStrategy]] = {}
@@ -24,12 +24,12 @@ def register(name: str, make: Callable[[], MigrationStrategy]) -> None:
     _KINDS[name] = make
 
 
-register(Lazy.name, Lazy)
-register(Eager.name, Eager)
-register(Restart.name, Restart)
+register(LazyMigration.name, LazyMigration)
+register(EagerMigration.name, EagerMigration)
+register(RestartMigration.name, RestartMigration)
 
 
 def strategy_of(name: str, *, store_is_shared: bool = False) -> MigrationStrategy:
     """The strategy of one query."""
     chosen = MIGRATIONS[name]()
-    return Remote(chosen) if store_is_shared else chosen
+    return RemoteMigration(chosen) if store_is_shared else chosen

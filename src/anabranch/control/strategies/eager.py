@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from anabranch.control.membership.members import Member
-from anabranch.control.strategies.lazy import Lazy
+from anabranch.control.strategies.lazy import LazyMigration
 from anabranch.core.answers import TransferProgress
 from anabranch.core.errors import AnabranchError
 from anabranch.core.ids import WorkerId
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Eager(Lazy):
+class EagerMigration(LazyMigration):
     """See MigrationStrategy. The query goes on while it is rescaled, but for one pause."""
 
     name = "eager"

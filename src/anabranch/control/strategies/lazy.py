@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from anabranch.control.strategies.strategy import RescalableQuery
 
 
-class Lazy:
+class LazyMigration:
     """See MigrationStrategy. The query goes on while it is rescaled."""
 
     name = "lazy"

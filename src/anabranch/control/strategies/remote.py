@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from anabranch.control.strategies.strategy import MigrationStrategy, RescalableQuery
 
 
-class Remote:
+class RemoteMigration:
     """See MigrationStrategy."""
 
     has_drain = False

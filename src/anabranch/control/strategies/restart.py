@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from anabranch.control.strategies.strategy import RescalableQuery
 
 
-class Restart:
+class RestartMigration:
     """See MigrationStrategy."""
 
     name = "restart"

@@ -99,7 +99,7 @@ def take(encoded: Encoded, rows: npt.NDArray[Any]) -> Encoded:
 
 
 def pieces(columns: Sequence[Encoded], bytes_max: int) -> Iterator[slice]:
-    """The rows of several columns in pieces of so many bytes. At least one; a row that alone has more is one, too."""
+    """Cuts the rows of columns into pieces, at least one, of bounded size; a larger row is a piece by itself."""
     rows = len(columns[0])
     sizes = np.full(rows, sum(column.shape[1] for column in columns if column.dtype != object), dtype=np.int64)
     for column in columns:

@@ -34,8 +34,8 @@ from anabranch.worker.transfer.sources import CheckpointSource, Peer, PeerSource
 
 #: Newer than any epoch: what is frozen does not change any more.
 _NOW = 1 << 62
-#: It pays to bring the keys of the last epoch first, if so many of them come again in the next one.
-_REPETITION_MIN = 0.3
+#: It pays to bring the keys of the last epoch first if this share of them comes again in the next one.
+_RECURRENCE_MIN = 0.3
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class JobState:
                 state = VariableState(layout, shape.key_groups, opened[spec.number, variable])
                 self._states[spec.number, variable] = state
         #: Whether epochs tend to change the same keys again.
-        self._repetitions = {variable: KeyRecurrence() for variable in self._states}
+        self._recurrences = {variable: KeyRecurrence() for variable in self._states}
         self.ownership = GroupOwnership(self._states, shape.key_groups, parts.scheduler)
         shared = [store for store in opened.values() if isinstance(store, SharedStore)]
         #: Whether key groups were changing hands when a shared store failed.
@@ -94,7 +94,7 @@ class JobState:
 
     @contextmanager
     def _lost_on_errors(self) -> Iterator[None]:
-        """Key groups of a shared store change hands: if that fails halfway, nobody can tell which have."""
+        """Key groups of a shared store change hands: if that fails halfway, it is not known which have."""
         try:
             yield
         except Exception:
@@ -151,7 +151,7 @@ class JobState:
         """Make the changes of an epoch part of the state. They are taken out of the dict, and let go of bit by bit."""
         for variable, state in self._states.items():
             changes_of.setdefault(variable, state.layout.changes.empty_table())
-            self._repetitions[variable].note(changes_of[variable].column(HASH).to_numpy())
+            self._recurrences[variable].note(changes_of[variable].column(HASH).to_numpy())
             state.add_layer(epoch, changes_of.pop(variable))
 
     def drop_layers_after(self, epoch: int) -> None:
@@ -266,7 +266,7 @@ class JobState:
 
     def _recent(self, variable: Variable, groups: Collection[int]) -> Iterator[pa.RecordBatch]:
         """The rows of keys that the last epoch changed, if it pays to bring these first."""
-        if self._repetitions[variable].share < _REPETITION_MIN:
+        if self._recurrences[variable].share < _RECURRENCE_MIN:
             return iter(())
         return self._states[variable].latest(_NOW, set(groups) - self.ownership.pending(variable))
 
@@ -315,7 +315,7 @@ def _tables(name: str, batches: Iterable[pa.RecordBatch]) -> Parts:
 
 
 def _split(parts: Parts, keys: int) -> Parts:
-    """The answers for so many first keys, and those for the due keys after them, with their own numbers."""
+    """The answers for the first keys, and those for the due keys after them, with their own numbers."""
     for name, answers in parts:
         index = answers.column(INDEX).to_numpy()
         cut = int(np.searchsorted(index, keys))

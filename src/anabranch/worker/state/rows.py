@@ -20,7 +20,7 @@ Hashes = npt.NDArray[np.int64]
 #: Positions, or one truth value per row.
 Selection = npt.NDArray[Any]
 
-#: Rows are decoded in batches of which so many make a message: what that takes for a moment is a multiple of a batch.
+#: Rows are decoded in batches, several for a message: what that takes for a moment is a multiple of a batch.
 _BATCHES_PER_MESSAGE = 4
 #: Rows that are worked on at a time.
 _BATCH_ROWS = 1 << 16

@@ -88,7 +88,7 @@ class VariableState:
     def add_layer(self, epoch: int, changes: pa.Table) -> None:
         """Make the changes of an epoch, ``layout.changes``, part of the state.
 
-        If nobody else holds them, they are let go of bit by bit: they are never here twice.
+        If the caller holds them no longer, their memory is freed bit by bit: they are never here twice.
         """
         self._check_new(epoch)
         due = self._due
@@ -115,7 +115,7 @@ class VariableState:
     def fold(self, up_to: int) -> None:
         """Merge the layers up to an epoch into the store, oldest first; older epochs can no longer be read.
 
-        Meant to run in a thread of its own. It waits for those who read older epochs; nobody waits for it, except that
+        Meant to run in a thread of its own. It waits for readers of older epochs; they do not wait for it, except that
         rows in memory change some milliseconds at a time. If it fails, nothing is lost: call it again.
         """
         with self._folding:
@@ -213,7 +213,7 @@ class VariableState:
         return KeySet(self._codec, self._shape)
 
     def make_room(self, rows: int) -> None:
-        """So many rows are about to be loaded, as far as can be told."""
+        """Prepare the store for about this number of further rows."""
         self._store.make_room(rows)
 
     def load(self, changes: pa.Table) -> None:
@@ -337,7 +337,7 @@ class VariableState:
                 before = len(read_through(sample, layers, self._store, self._shape))
                 after = len(read_through(sample, (*layers, layer), self._store, self._shape))
         except WorkerError as error:
-            # An estimate is not worth an epoch. Whoever needs the state of these keys will say what is wrong.
+            # An estimate is not worth an epoch. The task that needs the state of these keys will get the error.
             logger.warning("how much state variable '%s' grows is not known: %s", self._name, error)
             return 0
         return round((after - before) * len(keys) / len(sample))

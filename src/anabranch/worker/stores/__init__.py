@@ -96,7 +96,7 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class StorePlace:
     """Where the stores of a worker are."""
 
     #: Where a store on disk puts its files; None if there is none.
@@ -111,7 +111,7 @@ class StoreKind:
 
     name: str
     #: Makes the stores of a worker. What the kind needs is imported only now.
-    backend: Callable[[Place], Backend]
+    backend: Callable[[StorePlace], Backend]
     #: Whether stores have files, which need a directory of the worker's own.
     needs_directory: bool = False
     #: Whether stores are SharedStores.
@@ -131,19 +131,19 @@ class StoreKind:
             )
 
 
-def _memory(place: Place) -> Backend:
+def _memory(place: StorePlace) -> Backend:
     from anabranch.worker.stores.memory import MemoryBackend
 
     return MemoryBackend(place)
 
 
-def _rocksdb(place: Place) -> Backend:
+def _rocksdb(place: StorePlace) -> Backend:
     from anabranch.worker.stores.rocksdb import RocksBackend
 
     return RocksBackend(place)
 
 
-def _redis(place: Place) -> Backend:
+def _redis(place: StorePlace) -> Backend:
     from anabranch.worker.stores.redis import RedisBackend
 
     return RedisBackend(place)

@@ -14,7 +14,7 @@ from anabranch.core.schemas import Op, StageSpec, VariableKind
 from anabranch.worker.state.codec import from_objects, to_objects
 from anabranch.worker.state.rows import Changes, Entries, Keys, Rows, Shape
 from anabranch.worker.state.table import RowTable
-from anabranch.worker.stores import Place
+from anabranch.worker.stores import StorePlace
 
 #: Rows changed before readers are let in again: some milliseconds.
 _APPLY_ROWS = 1 << 15
@@ -105,7 +105,7 @@ class _RowsByGroup:
 class MemoryBackend:
     """See Backend. There is nothing to share, and nothing that outlives a store."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StorePlace) -> None:
         del place
 
     def open(self, shape: Shape, job: str, stage: StageSpec, variable: str) -> MemoryStore:
@@ -125,10 +125,10 @@ class MemoryStore:
         self._of_values = shape.kind is VariableKind.VALUE
         self._table = self._empty_table()
         self._entries = 0
-        #: Only if somebody has asked for the rows of key groups, and some of these have not changed since: a drain goes
-        #: through groups that do not change, a few at a time.
+        #: Made when the rows of key groups are asked for, and kept while some of these have not changed since: a drain
+        #: goes through groups that do not change, a few at a time.
         self._by_group: _RowsByGroup | None = None
-        #: Held by whoever changes the state, or needs it not to change for long, while others go on reading.
+        #: Held while the state changes, or must not change for long, while others go on reading.
         self._changing = threading.Lock()
         #: Held for writing while rows change in place.
         self._in_place = ReadWriteLock()

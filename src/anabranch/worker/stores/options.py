@@ -8,7 +8,7 @@ from pathlib import Path
 
 from anabranch.core.schemas import StageSpec
 from anabranch.worker.state.rows import VariableCodec
-from anabranch.worker.stores import Backend, Place, Store, store_kind
+from anabranch.worker.stores import Backend, Store, StorePlace, store_kind
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class StoreOptions:
         """The stores of this worker, made when the first job needs them."""
         kind = store_kind(self.kind)
         kind.check_installed()
-        return kind.backend(Place(self.directory, self.redis_url))
+        return kind.backend(StorePlace(self.directory, self.redis_url))
 
     def open(self, job: str, stage: StageSpec, variable: str, key_groups: int) -> Store:
         """Opens the store of one state variable."""

@@ -20,7 +20,7 @@ from anabranch.core.errors import SettingsError, WorkerError
 from anabranch.core.ids import checked_job_id
 from anabranch.core.schemas import StageSpec
 from anabranch.worker.state.rows import Changes, Entries, Hashes, Keys, Rows, Shape
-from anabranch.worker.stores import Place
+from anabranch.worker.stores import StorePlace
 from anabranch.worker.stores.redis_connection import RedisConnection, connect, delete_prefix
 from anabranch.worker.stores.redis_rows import GroupPlace, GroupRows, Places
 
@@ -35,7 +35,7 @@ _INCARNATION = re.compile(r"[\w.-]+")
 class RedisBackend:
     """See Backend."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StorePlace) -> None:
         self._url = place.url
 
     @cached_property
@@ -72,7 +72,7 @@ class RedisStore:
         self._rows = GroupRows(shape, connection)
         #: The key groups in use. Replaced as a whole, never changed, so that readers need no lock.
         self._places: Places = {}
-        #: Held by whoever changes the state, or needs it not to change. Readers of keys never wait for it.
+        #: Held while the state changes, or must not change. Readers of keys never wait for it.
         self._changing = threading.Lock()
         #: Those which somebody still consumes.
         self._snapshots: WeakSet[_Snapshot] = WeakSet()
@@ -201,7 +201,7 @@ class _Snapshot:
     def keep(self, groups: Collection[int]) -> None:
         """Read those of these key groups that are unread. The caller holds the lock.
 
-        An error is for whoever consumes the snapshot, not for who changes the state.
+        An error goes to the thread that consumes the snapshot, not to the one that changes the state.
         """
         wanted = [self._unread[group] for group in set(groups) if group in self._unread]
         try:

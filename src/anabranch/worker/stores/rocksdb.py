@@ -25,7 +25,7 @@ from anabranch.core.ids import checked_job_id
 from anabranch.core.schemas import Op, StageSpec, VariableKind
 from anabranch.worker.state.codec import from_objects, to_objects
 from anabranch.worker.state.rows import Changes, Entries, Hashes, Keys, Rows, Shape
-from anabranch.worker.stores import Place
+from anabranch.worker.stores import StorePlace
 
 _BLOCK_CACHE_BYTES = 256 << 20
 _WRITE_BUFFER_BYTES = 32 << 20
@@ -46,7 +46,7 @@ _LENGTH = slice(10, 14)  #: only of keys that vary in width
 class RocksBackend:
     """See Backend: a folder for each job in the worker's directory."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StorePlace) -> None:
         self._directory = place.directory
 
     def open(self, shape: Shape, job: str, stage: StageSpec, variable: str) -> RocksStore:
@@ -77,7 +77,7 @@ class RocksStore:
         self._db.set_write_options(_without_log())
         #: Entries of each key group: RocksDB itself only has an estimate.
         self._counts = np.zeros(shape.key_groups, dtype=np.int64)
-        #: Held by whoever changes the state. Readers never wait for it.
+        #: Held while the state changes. Readers never wait for it.
         self._changing = threading.Lock()
 
     def read(self, keys: Keys) -> Entries:

@@ -29,7 +29,7 @@ Variable = tuple[int, str]
 
 #: What counts of the load of earlier epochs, when an epoch begins.
 _LOAD_DECAY = 0.8
-#: For so many times the rows that seem to come, room is made: key groups differ.
+#: Room is made for this multiple of the rows that seem to come: key groups differ.
 _ROOM = 1.1
 
 
@@ -55,14 +55,14 @@ class GroupOwnership:
         self._scheduler = scheduler
         self._key_groups = key_groups
         self._lock = scheduler.lock()
-        #: Held while groups that nobody needs any more are removed, which takes a while.
+        #: Held while groups that are not needed any more are removed, which takes a while.
         self._dropping = scheduler.lock()
         self._groups: frozenset[int] = frozenset()
         #: The same, by key group.
         self._held = np.zeros(key_groups, dtype=np.bool_)
         #: Key groups that others own now and may still read here, each with the epoch as of which it was frozen.
         self._frozen: dict[int, int] = {}
-        #: Key groups that could not be removed: something of them is still in the stores, and belongs to nobody.
+        #: Key groups that could not be removed: something of them is still in the stores, and must not be read.
         self._left_over: frozenset[int] = frozenset()
         self._arriving: dict[Variable, list[GroupTransfer]] = {}
         #: Transfers whose old owner may not have frozen anything yet.
@@ -141,7 +141,7 @@ class GroupOwnership:
             each.fetch(hashes, keys)
 
     def add_load(self, groups: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
-        """Tasks have had so many rows of these key groups, besides the keys that they ask for."""
+        """Note rows of these key groups that tasks have had, besides the keys that they ask for."""
         if len(groups) and (groups.min() < 0 or groups.max() >= self._key_groups):
             raise WorkerError(f"There are only {self._key_groups} key groups. Run the same version everywhere.")
         self._load += np.bincount(groups, weights=rows, minlength=self._key_groups)
@@ -263,7 +263,7 @@ class GroupOwnership:
     def _forget(self, groups: Collection[int]) -> None:
         if not groups:
             return
-        # First of all, so that nobody takes what is missing for something that does not exist.
+        # First of all: what is missing must not be taken for something that does not exist.
         self._frozen = {group: as_of for group, as_of in self._frozen.items() if group not in groups}
         for each in self._all():
             each.forget(groups)
@@ -309,7 +309,7 @@ class GroupOwnership:
         try:
             self._scheduler.in_background(partial(self._states[variable].make_room, rows))
         except (MemoryError, WorkerError) as error:
-            # It was an estimate. If it is right, whoever loads a row that has no place will say so.
+            # It was an estimate. If it is right, loading a row that has no place will fail and say so.
             logger.warning("no room for %d rows of %s at once: %s", rows, variable[1], error or "not enough memory")
 
     def _choose(self, count: int) -> tuple[GroupTransfer, list[int]] | None:

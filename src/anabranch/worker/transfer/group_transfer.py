@@ -148,7 +148,7 @@ class GroupTransfer:
                 self._pending[chosen] = False
 
     def redirect(self, checkpoint: MakeSource) -> None:
-        """Take notice of where the checkpoint's files are now. They have the same state, as nobody has changed it."""
+        """Take notice of where the checkpoint's files are now. They have the same state: it has not changed."""
         with self._loading:
             self._make_checkpoint = checkpoint
             if self._reads_checkpoint:
@@ -212,7 +212,7 @@ class GroupTransfer:
             self._known.add(keys)
 
     def _load_whole(self, pieces: Iterable[list[pa.Table]], note: Callable[[list[pa.Table]], None]) -> None:
-        """Load all entries of keys that nobody asked for by name; from now on they are known."""
+        """Load all entries of keys that were not asked for by name; from now on they are known."""
         for piece in pieces:
             with self._loading:
                 rows = self._load_missing(piece, note)

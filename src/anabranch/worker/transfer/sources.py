@@ -28,7 +28,7 @@ from anabranch.wire.messages import ENTRIES, KEYS
 from anabranch.worker.parts import PRODUCTION, Connect
 from anabranch.worker.state.rows import Hashes
 
-#: Decoded files are kept for the next request up to so many bytes; larger state is read again each time.
+#: Decoded files are kept for the next request up to this size; larger state is read again each time.
 _KEPT_BYTES_MAX = 1 << 30
 _SLOTS_MIN, _SLOTS_MAX = 1 << 12, 1 << 22
 
@@ -177,7 +177,7 @@ class Peer:
 
 
 class PeerSource:
-    """The frozen copy of one variable on a peer. Nobody changes it, so that reading it races with nothing."""
+    """The frozen copy of one variable on a peer. It never changes, so reading it races with nothing."""
 
     is_history = False
 
