@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from anabranch.core.settings import MAX_WORKERS, STORES
+from anabranch.core.settings import MAX_WORKERS
+from anabranch.worker.stores import STORES
 
 Repeats = Annotated[int, typer.Option(min=1, max=100, help="How often each side is measured.")]
 Epochs = Annotated[int, typer.Option(min=1, max=5000, help="Measured epochs of a side in each repetition.")]

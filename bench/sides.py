@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 import anabranch
-from anabranch.core.settings import STORES
+from anabranch.worker.stores import STORES
 from bench.harness import BenchmarkError, Query, Side, data_epochs
 
 SPARK = "spark"

@@ -13,13 +13,14 @@ from typing import Annotated
 import typer
 from pyspark.sql import SparkSession
 
+from anabranch.worker.stores import STORES
 from soak.driver import make_session
 from soak.jobs import JOBS, MODELS
 from soak.places import Places
 from soak.reference import rows_by_spark
 from soak.report import report, summary
 from soak.run import Outcome, clear, modelled, play
-from soak.scenarios import STORES, Scenario, Wanted, draw
+from soak.scenarios import Scenario, Wanted, draw
 
 _SEEDS = 1 << 31
 

@@ -64,7 +64,6 @@ _WEIGHTS = {
 #: Beside the others, if the storage of a scenario fails.
 _STORAGE_WEIGHT = 12
 _DRIVERS_MAX = 4
-STORES = ("memory", "rocksdb", "redis")
 
 
 @dataclass(frozen=True)

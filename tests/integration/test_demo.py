@@ -20,7 +20,7 @@ import pytest
 from pyspark.sql import SparkSession
 from rich.console import Console
 
-from anabranch.core.settings import MIGRATIONS
+from anabranch.control.strategies import MIGRATIONS
 from anabranch.demo import presentation
 from anabranch.demo.job import LatencySink, build_job, start_job
 from anabranch.demo.meter import RunFigures

@@ -17,6 +17,7 @@ from anabranch.control.membership.rescale import Rescale
 from anabranch.control.owned_checkpoint import OwnedCheckpoint, claim
 from anabranch.control.parts import DriverParts
 from anabranch.control.resume import resume
+from anabranch.control.strategies import strategy_of
 from anabranch.core.errors import AnabranchError, FencedError
 from anabranch.core.ids import Epoch, WorkerId
 from anabranch.engine.runner import EpochRunner
@@ -91,13 +92,14 @@ class Driver:
         )
         workers = application.find_workers()
         members = Membership([member_of(application, self.process, worker) for worker in workers])
-        shared = application.history.shared_store
+        strategy = strategy_of(settings.migration, store_is_shared=application.history.shared_store)
+        shared = strategy.hands_over
         resumed = resume(owned, members, shared_store=shared, heartbeat_s=settings.heartbeat_s, scheduler=self.process)
         parts = DriverParts(scheduler=self.process, open_storage=self._open_storage, compact=self._compact)
         tasks = application.history.parallelism[self._number % len(application.history.parallelism)]
         parallelism = {stage.number: tasks for stage in application.history.kind.stages}
         worker_pool = Supply(application, self.process)
-        self.coordinator = Coordinator(resumed, members, settings, parallelism, worker_pool, parts)
+        self.coordinator = Coordinator(resumed, members, settings, parallelism, worker_pool, parts, strategy)
         work = SparkWork(application, self.executors, self.process)
         work.coordinator = self.coordinator
         self.coordinator.cluster.on_loss = lambda _: self._note_loss(work)

@@ -20,7 +20,7 @@ from anabranch.core.keygroups import key_groups_of
 from anabranch.core.transactions import TransactionMachine
 from anabranch.worker.server.job import WorkerJob
 from anabranch.worker.transfer.group_ownership import GroupOwnership
-from anabranch.worker.transfer.peer_transfer import PeerTransfer
+from anabranch.worker.transfer.group_transfer import GroupTransfer
 from simulated.shortcuts import Place
 
 Seen = Counter[str]
@@ -36,11 +36,11 @@ def observers(seen: Seen) -> list[Place]:
         _around(GroupOwnership, "fetch", _fetched(seen)),
         _around(GroupOwnership, "fetch_frozen", _asked_for_keys(seen)),
         _around(GroupOwnership, "complete_frozen", _asked_for_groups(seen)),
-        _around(PeerTransfer, "_load_fetched", _counted(seen, "fetched from a frozen copy")),
-        _around(PeerTransfer, "_load_whole", _loaded_whole(seen)),
-        _around(PeerTransfer, "_load_drained", _counted(seen, "drained from a frozen copy")),
-        _around(PeerTransfer, "_fall_back", _counted(seen, "fell back to the checkpoint")),
-        _around(PeerTransfer, "_bring", _breaking(seen, "a drain from a frozen copy breaks")),
+        _around(GroupTransfer, "_load_fetched", _from_peers(seen, "fetched from a frozen copy")),
+        _around(GroupTransfer, "_load_whole", _loaded_whole(seen)),
+        _around(GroupTransfer, "_load_drained", _from_peers(seen, "drained from a frozen copy")),
+        _around(GroupTransfer, "_fall_back", _counted(seen, "fell back to the checkpoint")),
+        _around(GroupTransfer, "_stream_from", _breaking(seen, "a drain from a frozen copy breaks")),
         _around(WorkerJob, "_check_assignment", _breaking(seen, "an older assignment is refused")),
         _around(WorkerJob, "release", _asked_to_release(seen)),
         _around(WorkerJob, "flush", _counted(seen, "a worker flushes")),
@@ -60,6 +60,19 @@ def _counted(seen: Seen, what: str) -> Callable[..., Any]:
         def observed(*arguments: Any, **named: Any) -> Any:
             seen[what] += 1
             return known(*arguments, **named)
+
+        return observed
+
+    return observe
+
+
+def _from_peers(seen: Seen, what: str) -> Callable[..., Any]:
+    """Counts what an old owner gives."""
+
+    def observe(known: Callable[..., Any]) -> Callable[..., Any]:
+        def observed(transfer: GroupTransfer, *arguments: Any) -> Any:
+            seen[what] += not transfer._reads_checkpoint
+            return known(transfer, *arguments)
 
         return observed
 
@@ -126,7 +139,7 @@ def _assigned(seen: Seen) -> Callable[..., Any]:
             frozen, arriving = ownership.frozen, ownership._all()
             if any(each.pending for each in arriving):
                 seen["assigned while groups are pending"] += 1
-            if any(each.pending for each in arriving if isinstance(each, PeerTransfer)):
+            if any(each.pending for each in arriving if each.is_from_peer):
                 seen["assigned while groups come from peers"] += 1
             adopted, left = known(ownership, groups, sources, freeze_as_of=freeze_as_of)
             seen["groups adopted"] += len(adopted)
@@ -195,10 +208,11 @@ def _asked_for_groups(seen: Seen) -> Callable[..., Any]:
 
 def _loaded_whole(seen: Seen) -> Callable[..., Any]:
     def observe(known: Callable[..., Any]) -> Callable[..., Any]:
-        def observed(migration: PeerTransfer, parts: Any, note: Any) -> None:
-            on_demand = note.__name__ == "note_fetched"
-            seen["due keys fetched from a frozen copy" if on_demand else "prefetched from a frozen copy"] += 1
-            known(migration, parts, note)
+        def observed(transfer: GroupTransfer, pieces: Any, note: Any) -> None:
+            if not transfer._reads_checkpoint:
+                on_demand = note.__name__ == "note_fetched"
+                seen["due keys fetched from a frozen copy" if on_demand else "prefetched from a frozen copy"] += 1
+            known(transfer, pieces, note)
 
         return observed
 

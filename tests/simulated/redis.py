@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import redis
 from greenlet import GreenletExit
 
+from anabranch.worker.stores import StorePlace
 from anabranch.worker.stores import redis_scripts as scripts
 from anabranch.worker.stores.options import StoreOptions
-from anabranch.worker.stores.redis import RedisConnection
-from anabranch.worker.stores.redis_connection import Command
+from anabranch.worker.stores.redis import RedisBackend
+from anabranch.worker.stores.redis_connection import Command, RedisConnection
 from simulated.faults import CrashDriver, CrashWorker, Fault, Leave, Rescale, RestartWorker, Waiting, draw_silence
 from simulated.history import History, draw_history
 from simulated.world import Process
@@ -132,10 +133,12 @@ class SharedStores(StoreOptions):
     trouble: RedisTrouble | None = None
 
     @cached_property
-    def connection(self) -> RedisConnection:
+    def backend(self) -> RedisBackend:
         assert self.process is not None
         assert self.trouble is not None
-        return SimRedis(self.process, self.trouble)
+        backend = RedisBackend(StorePlace())
+        vars(backend)["connection"] = SimRedis(self.process, self.trouble)
+        return backend
 
 
 def draw_shared(seed: int) -> History:

@@ -1,23 +1,20 @@
-"""Mistakes in adoptions and live migrations that the histories must find."""
+"""Mistakes in the transfer of key groups that the histories must find."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
 from anabranch.core.errors import AnabranchError
 from anabranch.core.transactions import TransactionMachine
-from anabranch.worker.state.rows import Changes
+from anabranch.worker.state.rows import Changes, Hashes
+from anabranch.worker.state.shared_state import SharedState
 from anabranch.worker.stores.redis_rows import GroupRows, Places
-from anabranch.worker.stores.shared import SharedState
-from anabranch.worker.transfer.checkpoint_transfer import CheckpointTransfer
-from anabranch.worker.transfer.group_ownership import GroupOwnership, Sources, Variable
-from anabranch.worker.transfer.peer_transfer import PeerTransfer
-from anabranch.worker.transfer.sources import Hashes
+from anabranch.worker.transfer.group_ownership import GroupOwnership, GroupSources, Variable
+from anabranch.worker.transfer.group_transfer import GroupTransfer
 from simulated.families import (
     draw_chains,
     draw_losses,
@@ -30,12 +27,9 @@ from simulated.redis import draw_set_back, draw_shared
 from simulated.runs import Draw
 from simulated.state import DictKnown
 
-ADOPT = GroupOwnership._adopt
 ASSIGN = GroupOwnership.assign
-CHECK_FROZEN = GroupOwnership.check_frozen
-DRAIN = CheckpointTransfer.drain
-FALL_BACK = PeerTransfer._fall_back
-FORGET = GroupOwnership._forget
+DRAIN = GroupTransfer.drain
+FALL_BACK = GroupTransfer._fall_back
 CHANGE = GroupRows.change
 GO_ON = SharedState._go_on
 
@@ -47,57 +41,56 @@ def fetches_nothing(_source: Any, _hashes: Hashes, _keys: Any = None) -> None:
     """Keys that have not arrived are taken for keys that do not exist."""
 
 
-def drains_over_newer_state(adoption: CheckpointTransfer, groups: Collection[int], **about: Any) -> None:
-    """The drain brings slots that have been fetched, and maybe changed since."""
-    fetched = adoption._fetched
-    adoption._fetched = np.zeros_like(fetched)
+def drains_over_newer_state(transfer: GroupTransfer, groups: Collection[int], **about: Any) -> None:
+    """The drain brings keys that have been fetched, and maybe changed since."""
+    known = transfer._known
+    transfer._known = transfer._state.known_keys()
     try:
-        DRAIN(adoption, groups, **about)
+        DRAIN(transfer, groups, **about)
     finally:
-        adoption._fetched = fetched
+        transfer._known = known
 
 
 def keeps_dropped_state(ownership: GroupOwnership, groups: frozenset[int]) -> None:
     """Groups that come back find what they left behind."""
-    for adoption in ownership._all():
-        adoption.forget(groups)
+    for transfer in ownership._all():
+        transfer.forget(groups)
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "mistake", "draw"),
     [
-        (CheckpointTransfer, "fetch", fetches_nothing, draw_losses),
-        (CheckpointTransfer, "drain", drains_over_newer_state, draw_losses),
+        (GroupTransfer, "fetch", fetches_nothing, draw_losses),
+        (GroupTransfer, "drain", drains_over_newer_state, draw_losses),
         (GroupOwnership, "_drop", keeps_dropped_state, draw_losses),
     ],
 )
-def test_a_mistake_in_adoptions_is_found(
+def test_a_mistake_in_transfers_from_the_checkpoint_is_found(
     owner: type, method: str, mistake: Callable[..., Any], draw: Draw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, method, mistake)
     assert is_found(draw)
 
 
-def forgets_what_was_fetched(migration: PeerTransfer, _keys: Any, parts: list[Any]) -> None:
+def forgets_what_was_fetched(transfer: GroupTransfer, _keys: Any, fetched: tuple[bool, list[Any]]) -> None:
     """The drain brings the old value of a key that has been fetched and changed."""
-    for part in parts:
-        migration._state.load(migration._still_pending(part))
+    for part in fetched[1]:
+        transfer._state.load(transfer._still_pending(part))
 
 
-def falls_back_without_known_keys(migration: PeerTransfer, error: AnabranchError) -> None:
+def falls_back_without_known_keys(transfer: GroupTransfer, error: AnabranchError) -> None:
     """The checkpoint brings keys that are known, and maybe changed since."""
-    FALL_BACK(migration, error)
-    assert migration._from_checkpoint is not None
-    migration._from_checkpoint._known = None
+    FALL_BACK(transfer, error)
+    transfer._known = transfer._state.known_keys()
 
 
 def releases_at_once(
-    ownership: GroupOwnership, groups: Collection[int], sources: Sources, *, freeze_as_of: int | None = None
+    ownership: GroupOwnership, groups: Collection[int], sources: GroupSources, *, freeze_as_of: int | None = None
 ) -> tuple[frozenset[int], frozenset[int]]:
     """What is kept for others is dropped before they have it, and still offered."""
-    adopted, left = ASSIGN(ownership, groups, sources, freeze_as_of=freeze_as_of)
+    gained, left = ASSIGN(ownership, groups, sources, freeze_as_of=freeze_as_of)
     ownership._drop(left)
-    return adopted, left
+    return gained, left
 
 
 def answers_for_moved_groups(ownership: GroupOwnership, variable: Variable, hashes: Hashes, keys: Any) -> None:
@@ -115,15 +108,15 @@ def answers_with_what_it_has(ownership: GroupOwnership, _variable: Variable, *wh
 @pytest.mark.parametrize(
     ("owner", "method", "mistake", "draw"),
     [
-        (PeerTransfer, "fetch", fetches_nothing, draw_moves),
-        (PeerTransfer, "_load_fetched", forgets_what_was_fetched, draw_moves),
-        (PeerTransfer, "_fall_back", falls_back_without_known_keys, draw_slow),
+        (GroupTransfer, "fetch", fetches_nothing, draw_moves),
+        (GroupTransfer, "_load_fetched", forgets_what_was_fetched, draw_moves),
+        (GroupTransfer, "_fall_back", falls_back_without_known_keys, draw_slow),
         (GroupOwnership, "assign", releases_at_once, draw_moves),
         (GroupOwnership, "fetch", answers_for_moved_groups, draw_strays),
         (GroupOwnership, "complete_frozen", answers_with_what_it_has, draw_chains),
     ],
 )
-def test_a_mistake_in_migrations_is_found(
+def test_a_mistake_in_transfers_from_old_owners_is_found(
     owner: type, method: str, mistake: Callable[..., Any], draw: Draw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, method, mistake)

@@ -14,11 +14,10 @@ from anabranch.core.errors import EpochError
 from anabranch.core.eventtime import EventTime
 from anabranch.core.ids import StageNumber
 from anabranch.core.schemas import Layout, Op, StageSpec, VariableKind, VariableSpec
-from anabranch.worker.compaction import _Values
-from anabranch.worker.state.entry_merge import EntryMerge
+from anabranch.worker.compaction import EntryMerge, ValueMerge
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
 from simulated.state import DictKnown, DictMerge, DictState
+from support.stores import open_store
 
 GROUPS = 4
 _NUMBER = pa.schema([("n", pa.int64())])
@@ -134,7 +133,7 @@ def test_known_keys_in_dictionaries_are_those_of_production(added: list[int], as
 @given(epochs=st.lists(changes_of_an_epoch, max_size=5), dropped=some_groups)
 def test_a_merge_in_dictionaries_is_that_of_compaction(name: str, epochs: list[Any], dropped: frozenset[int]) -> None:
     layout = LAYOUTS[name]
-    real: Any = _Values(layout, GROUPS) if name == "value" else EntryMerge(layout, GROUPS)
+    real: Any = ValueMerge(layout, GROUPS) if name == "value" else EntryMerge(layout, GROUPS)
     twin = DictMerge(layout, GROUPS)
     for of_epoch in epochs:
         for each in (real, twin):

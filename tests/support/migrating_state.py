@@ -18,10 +18,8 @@ from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, Layout, Op, VariableKind, VariableSpec
 from anabranch.core.state_files import ChangeFile
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.transfer.checkpoint_transfer import MakeOrigin
-from anabranch.worker.transfer.peer_transfer import PeerTransfer
-from anabranch.worker.transfer.peers import as_puts, entries_of
-from anabranch.worker.transfer.sources import CheckpointOrigin
+from anabranch.worker.transfer.group_transfer import GroupTransfer
+from anabranch.worker.transfer.sources import CheckpointSource, MakeSource, as_puts, entries_of
 
 #: Newer than any epoch.
 NOW = 1 << 62
@@ -112,7 +110,9 @@ def _subkey_of(row: dict[str, Any]) -> int | None:
 class Frozen:
     """The frozen copy of a former owner, which may itself still wait for some of it. Fails when told to."""
 
-    def __init__(self, state: VariableState, before: PeerTransfer | None = None, rows_per_piece: int = 2) -> None:
+    is_history = False
+
+    def __init__(self, state: VariableState, before: GroupTransfer | None = None, rows_per_piece: int = 2) -> None:
         self._state = state
         self._before = before
         self._rows_per_piece = rows_per_piece
@@ -151,6 +151,10 @@ class Frozen:
             self._before.drain(groups, can_wait=can_wait)
         yield from self._pieces(self._state.scan(NOW, groups))
 
+    def recent(self, groups: Collection[int]) -> Iterator[pa.Table]:
+        del groups
+        return iter(())
+
     def _pieces(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
         for batch in batches:
             for start in range(0, len(batch), self._rows_per_piece):
@@ -188,7 +192,7 @@ class Checkpoint:
     def roll_back(self, epoch: int) -> None:
         self.files = [(each, file) for each, file in self.files if each <= epoch]
 
-    def now(self) -> MakeOrigin:
+    def now(self) -> MakeSource:
         """What a worker is told of the checkpoint now: files that come later are not among it."""
         files = [file for _, file in self.files]
-        return lambda groups: CheckpointOrigin(self._storage, self._layout, groups, [], files)
+        return lambda groups: CheckpointSource(self._storage, self._layout, self._key_groups, groups, [], files)

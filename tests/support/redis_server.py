@@ -15,7 +15,8 @@ import redis
 
 from anabranch.core.schemas import Layout
 from anabranch.worker.state.rows import VariableCodec
-from anabranch.worker.stores.redis import RedisConnection, RedisStore
+from anabranch.worker.stores.redis import RedisStore
+from anabranch.worker.stores.redis_connection import RedisConnection
 from support.waiting import wait_until
 
 _START_S = 20

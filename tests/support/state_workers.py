@@ -37,6 +37,7 @@ from anabranch.wire.client import WorkerClient, connections
 from anabranch.wire.credentials import Credentials
 from anabranch.wire.frames import unpack
 from anabranch.worker.server.service import StateService
+from anabranch.worker.stores import store_kind
 from anabranch.worker.stores.options import StoreOptions
 from anabranch.worker.transfer.group_ownership import GroupOwnership
 from support.keyed_state import (
@@ -344,7 +345,7 @@ class Driver:
 
 def start(name: str, store: str, folder: Path) -> Worker:
     """A worker in this process."""
-    directory = folder / name if store == "rocksdb" else None
+    directory = folder / name if store_kind(store).needs_directory else None
     service = Service(name, StoreOptions(store, directory))
     address = f"127.0.0.1:{service.port}"
     return Worker(name, address, WorkerClient(address, timeout_s=60, credentials=CREDENTIALS), service)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from anabranch.control.membership.members import Member, discover
-from anabranch.core.errors import EpochError, SettingsError, UnsupportedError
+from anabranch.core.errors import EpochError, SettingsError
 from anabranch.core.ids import WorkerId
 from anabranch.core.reports import (
     EpochReport,
@@ -118,8 +118,7 @@ class QueryControl:
                 f"The worker {found.worker} keeps state in {found.store}, the others in {expected}. Start it with "
                 f"--store {expected}."
             )
-        if settings.migration == "restart":
-            raise UnsupportedError("A job that is rescaled by restarts takes no workers that join. Use lazy or eager.")
+        self._query.strategy.check_join()
         cluster.join(found)
         return WorkerReport(id=found.worker, address=address)
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import StreamingQueryException
@@ -18,10 +17,10 @@ from anabranch.api.control import QueryControl
 from anabranch.api.failures import as_failure, explained
 from anabranch.api.running import Running
 from anabranch.control.coordinator import Coordinator
-from anabranch.control.membership.rescale import Rescale, asked_for, parallelism_after
+from anabranch.control.membership.rescale import Rescale, asked_for
+from anabranch.control.strategies.strategy import MigrationStrategy
 from anabranch.core.errors import UnsupportedError
 from anabranch.core.ids import StageNumber, WorkerId
-from anabranch.core.membership_events import RescaleState
 from anabranch.core.reports import EpochReport, WorkerReport, as_json
 from anabranch.core.settings import MAX_PARALLELISM, Settings
 from anabranch.engine.spark.files import TemporaryFolder
@@ -48,24 +47,24 @@ class StreamQuery:
         self,
         running: Running,
         pipeline: Pipeline,
+        strategy: MigrationStrategy,
+        launch: Callable[[Settings, Mapping[StageNumber, int]], Running],
         *,
         settings: Settings,
         sink: str,
-        relaunch: Callable[[Settings, Mapping[StageNumber, int]], Running],
         temporary: TemporaryFolder | None = None,
     ) -> None:
         self._running = running
         self.pipeline = pipeline
         self.settings = settings
         self._sink = sink
-        self._relaunch = relaunch
+        #: How the query is rescaled.
+        self.strategy = strategy
+        self._launch = launch
         #: The checkpoint, if it is of no use after the query.
         self._temporary = temporary
         #: Held while one run of the query gives way to the next.
         self._restarting = threading.Lock()
-        #: Rescales that wait for their restart, in order, or are being made by one; and who may ask for another.
-        self._restarts: list[Rescale] = []
-        self._asking = threading.Lock()
         #: Reports of earlier runs.
         self._past: deque[StreamingQueryProgress] = deque(maxlen=_REMEMBERED_REPORTS)
         #: What ended the query, if it was not Spark that failed.
@@ -260,11 +259,7 @@ class StreamQuery:
         stages = self.pipeline.stateful_stages if stage is None else [self._stage(stage)]
         wanted = {int(each.spec.number): parallelism for each in stages} if parallelism is not None else {}
         rescale = asked_for(workers, wanted)
-        if self.settings.migration == "restart":
-            with self._asking:
-                self._ask_for_restart(rescale)
-        else:
-            self.coordinator.rescale(rescale)
+        self.strategy.rescale(self, rescale)
         self.last_rescale = rescale
         return rescale
 
@@ -272,15 +267,7 @@ class StreamQuery:
         """One worker more than was asked for last, and one task more for a stateful stage, if one is named."""
         self._need_workers()
         stages = [] if stage is None else [self._stage(stage).spec.number]
-        with self._asking:
-            in_force = {int(number): self.coordinator.parallelism[number] for number in stages}
-            if self.settings.migration == "restart":
-                workers = next((each.workers for each in self._restarts[::-1] if each.workers), self.settings.workers)
-                newest = parallelism_after(self._restarts)
-                rescale = asked_for(workers + 1, {each: newest.get(each, of) + 1 for each, of in in_force.items()})
-                self._ask_for_restart(rescale)
-            else:
-                rescale = self.coordinator.cluster.scale_out(in_force)
+        rescale = self.strategy.scale_out(self, stages)
         self.last_rescale = rescale
         return rescale
 
@@ -290,44 +277,26 @@ class StreamQuery:
         self.last_rescale = self.coordinator.cluster.drain(WorkerId(worker))
         return self.last_rescale
 
-    def _ask_for_restart(self, rescale: Rescale) -> None:
-        workers = rescale.workers
-        if workers is not None and self.settings.worker_addresses:
-            raise UnsupportedError(
-                "This query starts no workers itself, so a restart cannot change their number. Set "
-                "anabranch.migration to lazy or eager, and start workers with `anabranch worker --join`."
-            )
-        replace(self.settings, workers=workers or self.settings.workers)  # checks the number
-        self._restarts.append(rescale)
-        threading.Thread(target=self._restart, name="anabranch-restart", daemon=True).start()
+    def restarting(self) -> threading.Lock:
+        """Held while one run of the query gives way to the next, or to none."""
+        return self._restarting
 
-    def _restart(self) -> None:
-        """The way to rescale that others are measured against: stop everything, and start it again."""
-        with self._restarting:
-            # Several may wait here, in any order: each makes the rescale that was asked for first.
-            rescale = self._restarts[0]
-            self._make_by_restart(rescale)
-            with self._asking:
-                self._restarts.remove(rescale)
+    @property
+    def is_released(self) -> bool:
+        """Whether the query has ended for good."""
+        return self._running.is_released
 
-    def _make_by_restart(self, rescale: Rescale) -> None:
+    def relaunch(self, settings: Settings, parallelism: Mapping[StageNumber, int]) -> None:
+        """Stop this run of the query, and start another one. The caller holds the lock for restarts."""
         before = self._running
-        if before.is_released:
-            rescale.end(RescaleState.FAILED, "The query has ended.")
-            return
-        rescale.begin(None)
-        settings = replace(self.settings, workers=rescale.workers or self.settings.workers)
-        parallelism = {StageNumber(stage): number for stage, number in rescale.parallelism.items()}
         try:
             before.stop(self.settings.request_timeout_s)
             self._past.extend(before.progress())
-            self._running = self._relaunch(settings, {**before.coordinator.parallelism, **parallelism})
+            self._running = self._launch(settings, parallelism)
         except Exception as error:
             self._failure = error
-            rescale.end(RescaleState.FAILED, str(error))
-        else:
-            self.settings = settings
-            rescale.end(RescaleState.DONE)
+            raise
+        self.settings = settings
 
     def _stage(self, wanted: str | int) -> StatefulStage:
         stages = self.pipeline.stateful_stages

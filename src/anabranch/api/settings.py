@@ -13,8 +13,10 @@ from typing import Any
 import psutil
 from pyspark.sql import SparkSession
 
+from anabranch.control.strategies import MIGRATIONS, strategy_of
 from anabranch.core.errors import SettingsError
-from anabranch.core.settings import PREFIX, Settings, has_password
+from anabranch.core.settings import PREFIX, Settings, check_choice, has_password
+from anabranch.worker.stores import STORES
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +33,27 @@ def resolve_settings(spark: SparkSession, options: Mapping[str, Any]) -> Setting
     """Returns the settings in force for a query with these writer options."""
     _check_prefixes(spark, options)
     _check_secrets(spark)
-    return Settings.from_texts(
+    settings = Settings.from_texts(
         (SETTINGS_FILE, _from_file(Path(SETTINGS_FILE))),
         ("the environment", _from_environment(os.environ)),
         ("the Spark configuration", _from_spark(spark)),
         ("the writer's options", {name: value for name, value in options.items() if is_setting(name)}),
     )
+    _check_choices(settings)
+    return settings
+
+
+def _check_choices(settings: Settings) -> None:
+    """Check what only the packages know that settings are for."""
+    check_choice("store", settings.store, STORES)
+    check_choice("migration", settings.migration, MIGRATIONS)
+    strategy = strategy_of(settings.migration, store_is_shared=STORES[settings.store].is_shared)
+    if not settings.drain and not strategy.has_drain:
+        raise SettingsError(
+            f"{PREFIX}drain is false, which is about lazy migration between workers that keep state themselves, "
+            f"but {PREFIX}migration is {settings.migration} and {PREFIX}store is {settings.store}. Leave {PREFIX}drain "
+            "out."
+        )
 
 
 def is_setting(option: str) -> bool:

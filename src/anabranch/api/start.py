@@ -26,6 +26,8 @@ from anabranch.control.membership.launcher import EmbeddedWorkers, prepare
 from anabranch.control.membership.members import Member, Membership, connect, discover
 from anabranch.control.owned_checkpoint import OwnedCheckpoint, claim
 from anabranch.control.resume import resume
+from anabranch.control.strategies import strategy_of
+from anabranch.control.strategies.strategy import MigrationStrategy
 from anabranch.core.errors import CheckpointError, EpochError, SettingsError
 from anabranch.core.ids import NO_EPOCH, Epoch, StageNumber, WorkerId
 from anabranch.core.settings import Settings
@@ -42,6 +44,7 @@ from anabranch.engine.tables import TableKeeper
 from anabranch.plan.pipeline import Pipeline
 from anabranch.wire.credentials import Credentials, is_loopback_host
 from anabranch.wire.keyring import new_token, user_token
+from anabranch.worker.stores import store_kind
 
 logger = logging.getLogger(__name__)
 
@@ -83,14 +86,16 @@ def start_query(query: QuerySpec) -> StreamQuery:
     location = qualified(spark, place, what="The checkpoint", error=CheckpointError)
     partitions = settings.parallelism or max(spark.sparkContext.defaultParallelism, 1)
     parallelism = {stage.spec.number: stage.parallelism or partitions for stage in query.pipeline.stateful_stages}
+    strategy = strategy_of(settings.migration, store_is_shared=store_kind(settings.store).is_shared)
     # A query that is rescaled by a restart is launched again, with other settings.
-    launch = partial(_launch, query, location, partitions)
+    launch = partial(_launch, query, strategy, location, partitions)
     handle = StreamQuery(
         launch(settings, parallelism),
         query.pipeline,
+        strategy,
+        launch,
         settings=settings,
         sink=query.description,
-        relaunch=launch,
         temporary=temporary,
     )
     try:
@@ -103,6 +108,7 @@ def start_query(query: QuerySpec) -> StreamQuery:
 
 def _launch(
     query: QuerySpec,
+    strategy: MigrationStrategy,
     location: str,
     partitions: int,
     settings: Settings,
@@ -112,7 +118,7 @@ def _launch(
     pipeline, sink, spark = query.pipeline, query.sink, query.sample.sparkSession
     _check_one_query_per_checkpoint(spark, location)
     with contextlib.ExitStack() as undo:
-        owned, coordinator = _start_coordinator(pipeline, settings, location, parallelism, undo)
+        owned, coordinator = _start_coordinator(pipeline, settings, strategy, location, parallelism, undo)
         stream = SparkStream(has_watermark=pipeline.has_watermark)
         coordinator.cluster.on_loss = lambda _: stream.cancel_jobs()
         ticks = _make_ticks(query, undo)
@@ -187,6 +193,7 @@ def _make_tables(pipeline: Pipeline, settings: Settings, undo: contextlib.ExitSt
 def _start_coordinator(
     pipeline: Pipeline,
     settings: Settings,
+    strategy: MigrationStrategy,
     location: str,
     parallelism: Mapping[StageNumber, int],
     undo: contextlib.ExitStack,
@@ -202,9 +209,12 @@ def _start_coordinator(
         state_location=settings.state_location,
         interval_s=settings.checkpoint_interval_s,
     )
+    kind = store_kind(settings.store)
+    if not settings.worker_addresses:
+        kind.check_installed()
     workers = EmbeddedWorkers(
         store=settings.store,
-        redis_url=settings.redis_location if settings.store == "redis" else "",
+        redis_url=kind.url_of(settings),
         state_path=settings.state_path,
         log_path=settings.log_path,
         credentials=Credentials.of(settings),
@@ -214,11 +224,12 @@ def _start_coordinator(
     members = _find_workers(settings, workers)
     undo.callback(members.close)
     coordinator = Coordinator(
-        resume(owned, members, shared_store=settings.store == "redis", heartbeat_s=settings.heartbeat_s),
+        resume(owned, members, shared_store=strategy.hands_over, heartbeat_s=settings.heartbeat_s),
         members,
         settings,
         parallelism,
         _Supply(settings, workers),
+        strategy=strategy,
     )
     undo.callback(coordinator.close)
     return owned, coordinator

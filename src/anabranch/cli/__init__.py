@@ -13,8 +13,8 @@ from anabranch.cli.job_api import TlsAuthority, TlsCertificate, TlsKey, Token
 from anabranch.cli.jobs import drain, scale, status, stop, workers
 from anabranch.cli.jobs import token as show_token
 from anabranch.core.errors import AnabranchError
-from anabranch.core.settings import STORES
 from anabranch.demo.command import demo
+from anabranch.worker.stores import STORES
 from anabranch.workload.command import workgen
 
 logger = logging.getLogger(__name__)

@@ -27,6 +27,8 @@ from anabranch.control.membership.worker_pool import WorkerPool
 from anabranch.control.owned_checkpoint import OwnedCheckpoint, who_claims
 from anabranch.control.parts import PRODUCTION, DriverParts
 from anabranch.control.resume import Resumed
+from anabranch.control.strategies import strategy_of
+from anabranch.control.strategies.strategy import MigrationStrategy
 from anabranch.core import epoch_events as events
 from anabranch.core.epochs import EpochMachine
 from anabranch.core.errors import AnabranchError, FencedError
@@ -60,6 +62,7 @@ class Coordinator:
         parallelism: Mapping[StageNumber, int],
         worker_pool: WorkerPool,
         parts: DriverParts = PRODUCTION,
+        strategy: MigrationStrategy | None = None,
     ) -> None:
         self._parts = parts
         self._scheduler = parts.scheduler
@@ -67,7 +70,9 @@ class Coordinator:
         self._settings = settings
         #: Partitions of each stateful stage; may change between epochs.
         self.parallelism = dict(parallelism)
-        self.cluster = Cluster(resumed, members, settings, worker_pool, parts.scheduler)
+        self.cluster = Cluster(
+            resumed, members, settings, worker_pool, strategy or strategy_of(settings.migration), parts.scheduler
+        )
         self._machine = EpochMachine(resumed.committed.epoch)
         self._durability = Durability(resumed.committed, resumed.files, settings.checkpoint_interval_s, parts.scheduler)
         self._maintenance = Maintenance(resumed.owned, settings, resumed.files, self.cluster.files_in_use, parts)

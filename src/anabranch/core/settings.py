@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -14,8 +14,6 @@ from anabranch.core.errors import SettingsError
 from anabranch.core.keygroups import DEFAULT_KEY_GROUPS, MAX_KEY_GROUPS
 
 PREFIX = "anabranch."
-STORES = ("memory", "rocksdb", "redis")
-MIGRATIONS = ("lazy", "eager", "restart")
 DEFAULT_CONTROL_PORT = 9008
 MAX_WORKERS = 1024
 MAX_PARALLELISM = MAX_KEY_GROUPS
@@ -107,17 +105,6 @@ class Settings:
                 f"{self.worker_count} workers cannot share {self.key_groups} key groups. "
                 f"Set {PREFIX}workers to at most {self.key_groups}."
             )
-        if self.store not in STORES:
-            near = _nearest(self.store, STORES)
-            raise SettingsError(f"{PREFIX}store is {self.store!r}; it can be {' or '.join(STORES)}.{near}")
-        if self.migration not in MIGRATIONS:
-            near = _nearest(self.migration, MIGRATIONS)
-            raise SettingsError(f"{PREFIX}migration is {self.migration!r}; it can be {' or '.join(MIGRATIONS)}.{near}")
-        if not self.drain and (self.migration != "lazy" or self.store == "redis"):
-            raise SettingsError(
-                f"{PREFIX}drain is false, which is about lazy migration between workers that keep state themselves, "
-                f"but {PREFIX}migration is {self.migration} and {PREFIX}store is {self.store}. Leave {PREFIX}drain out."
-            )
         if self.redis_password and has_password(self.redis_url):
             raise SettingsError(f"{PREFIX}redisUrl has a password, and {PREFIX}redisPassword is set. Leave one out.")
         _check_range("controlPort", self.control_port, -1, 65535)
@@ -204,6 +191,13 @@ def _parse(declared: dataclasses.Field[Any], value: Any, origin: str) -> Any:
         expected = {bool: "true or false", int: "a whole number", float: "a number of seconds"}[wanted]
         raise SettingsError(f"{name} is {text!r} in {origin}; it must be {expected}.") from None
     return text
+
+
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    """Refuses a value that is none of the choices, and names the nearest one."""
+    if value not in choices:
+        near = _nearest(value, choices)
+        raise SettingsError(f"{PREFIX}{name} is {value!r}; it can be {' or '.join(choices)}.{near}")
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:

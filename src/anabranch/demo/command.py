@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anabranch.control.strategies import MIGRATIONS
 from anabranch.core.errors import AnabranchError, SettingsError
-from anabranch.core.settings import MIGRATIONS, STORES
 from anabranch.demo.options import DemoOptions, find_recorded, flag
+from anabranch.worker.stores import STORES
 
 if TYPE_CHECKING:
     from anabranch.demo.outcome import Outcome

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from anabranch.control.strategies import MIGRATIONS, strategy_of
 from anabranch.core.errors import SettingsError
-from anabranch.core.settings import MAX_PARALLELISM, MAX_WORKERS, MIGRATIONS, STORES
+from anabranch.core.settings import MAX_PARALLELISM, MAX_WORKERS
+from anabranch.worker.stores import STORES
 
 #: What numbers may be, both ends included.
 LIMITS: Mapping[str, tuple[float, float]] = {
@@ -74,7 +76,7 @@ class DemoOptions:
                 )
         if self.store not in STORES:
             raise SettingsError(f"--store is '{self.store}', which is not a store. Choose {' or '.join(STORES)}.")
-        if self.redis_url is not None and self.store != "redis":
+        if self.redis_url is not None and not STORES[self.store].is_shared:
             raise SettingsError(f"--redis-url is given, but --store is {self.store}. Give --store redis as well.")
         if self.migration not in MIGRATIONS:
             raise SettingsError(
@@ -93,7 +95,8 @@ class DemoOptions:
                 f"--rescale-to is {self.rescale_to}, as many workers as the run begins with. Choose another number, "
                 "or 0 for no rescale."
             )
-        if not self.drain and (self.migration != "lazy" or self.store == "redis"):
+        has_drain = strategy_of(self.migration, store_is_shared=STORES[self.store].is_shared).has_drain
+        if not self.drain and not has_drain:
             raise SettingsError(
                 f"--no-drain is about lazy migration, but --migration is {self.migration} and --store {self.store}. "
                 "Leave it out, or choose --migration lazy and another --store."

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anabranch.control.strategies import MIGRATIONS
 from anabranch.core.errors import SettingsError
-from anabranch.core.settings import MIGRATIONS
 
 if TYPE_CHECKING:
     from anabranch.workload.plot import DrawnRun

@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from anabranch.core.settings import MIGRATIONS
+from anabranch.control.strategies import MIGRATIONS
 from anabranch.demo.options import DemoOptions, RecordedEvents
 from anabranch.demo.outcome import Ending, Outcome
 from anabranch.demo.output import OutputDirectory

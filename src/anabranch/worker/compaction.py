@@ -35,17 +35,22 @@ from anabranch.core.errors import AnabranchError, CheckpointError
 from anabranch.core.ids import Epoch, Generation
 from anabranch.core.schemas import Layout, Op, StageSpec, VariableKind
 from anabranch.core.state_files import ChangeFile, SnapshotFile
-from anabranch.worker.state.entry_merge import EntryMerge
+from anabranch.worker.state.layer import newest
+from anabranch.worker.state.rows import Changes, Entries, Rows, Shape, VariableCodec
+from anabranch.worker.state.table import RowTable
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
+from anabranch.worker.stores.memory import MemoryStore
+from anabranch.worker.transfer.sources import as_puts
 
 logger = logging.getLogger(__name__)
 
-#: What is in memory at a time: the state of a range of key groups that has at most so many rows, and bytes.
+#: What is in memory at a time: the state of a range of key groups with at most this many rows, and bytes.
 RANGE_ROWS_MAX = 2_000_000
 _RANGE_BYTES_MAX = 512 << 20
 #: What a row takes in memory beyond its columns: keys and entries that vary in width are Python objects.
 _ROW_BYTES_MORE = {VariableKind.VALUE: 40, VariableKind.LIST: 400, VariableKind.MAP: 400}
+#: Changes that may wait to be merged; more, if what has been merged is much more than that.
+_WAITING_ROWS_MAX = 1 << 18
 
 
 def compact(storage: Storage, up_to: Epoch, *, generation: Generation, write_to: Storage | None = None) -> Snapshot:
@@ -140,12 +145,12 @@ class _VariableFiles:
         batches = list(state.scan())
         return pa.Table.from_batches(batches, schema=self.layout.rows), end
 
-    def _empty(self) -> EntryMerge | _Values:
+    def _empty(self) -> EntryMerge | ValueMerge:
         if self.layout.variable.kind is VariableKind.VALUE:
-            return _Values(self.layout, self.key_groups)
+            return ValueMerge(self.layout, self.key_groups)
         return EntryMerge(self.layout, self.key_groups)
 
-    def _is_too_large(self, state: EntryMerge | _Values, loaded_rows: int, loaded_bytes: int) -> bool:
+    def _is_too_large(self, state: EntryMerge | ValueMerge, loaded_rows: int, loaded_bytes: int) -> bool:
         row_bytes = loaded_bytes // max(loaded_rows, 1) + _ROW_BYTES_MORE[self.layout.variable.kind]
         rows_max = min(RANGE_ROWS_MAX, _RANGE_BYTES_MAX // row_bytes)
         # To count them takes time.
@@ -158,15 +163,14 @@ class _VariableFiles:
         if file.last_group < first or file.first_group >= end:
             return self.layout.changes.empty_table()
         rows = read_snapshot_rows(self.storage, file, self.layout, groups)
-        ops = pa.array(np.full(rows.num_rows, Op.PUT, dtype=np.int8))
-        return pa.table([rows.column(0), ops, *rows.columns[1:]], schema=self.layout.changes)
+        return as_puts(rows, self.layout)
 
 
-class _Values:
-    """What is left of the values of a variable, in a store."""
+class ValueMerge:
+    """Takes changes of values in the order in which they were made, and gives out the values that are left."""
 
     def __init__(self, layout: Layout, key_groups: int) -> None:
-        self._state = VariableState(layout, key_groups, open_store("memory", layout, key_groups, directory=None))
+        self._state = VariableState(layout, key_groups, MemoryStore(VariableCodec(layout).shape(key_groups)))
         self.load = self._state.load
         self.rows = self.rows_at_most = self._state.rows
         self.drop_groups = self._state.drop_groups
@@ -174,6 +178,70 @@ class _Values:
     def scan(self) -> Iterator[pa.RecordBatch]:
         yield from self._state.scan(0)
         self._state.close()
+
+
+class EntryMerge:
+    """Takes changes of a list or map in the order in which they were made, and gives out the entries that are left.
+
+    A store finds the entries of any key at any time, and keeps a dict for each key to do so. Compaction only wants to
+    know what is left in the end, so columns are enough.
+    """
+
+    def __init__(self, layout: Layout, key_groups: int) -> None:
+        self._layout = layout
+        self._codec = VariableCodec(layout)
+        self._shape = self._codec.shape(key_groups)
+        #: Entries as changes that put them.
+        self._merged = self._codec.encode_changes(layout.changes.empty_table())
+        self._waiting: list[Changes] = []
+
+    def load(self, changes: pa.Table) -> None:
+        """Changes, ``layout.changes``, of an epoch after those before."""
+        self._waiting.append(self._codec.encode_changes(changes))
+        if sum(map(len, self._waiting)) > max(_WAITING_ROWS_MAX, len(self._merged) // 2):
+            self._merge()
+
+    def rows_at_most(self) -> int:
+        return len(self._merged) + sum(map(len, self._waiting))
+
+    def rows(self) -> int:
+        self._merge()
+        return len(self._merged)
+
+    def drop_groups(self, groups: Collection[int]) -> None:
+        self._merge()
+        kept = ~self._shape.chosen(groups)
+        self._merged = self._merged.take(kept[self._shape.groups_of(self._merged.hashes)])
+
+    def scan(self) -> Iterator[pa.RecordBatch]:
+        """What is left, ``layout.rows``, in bounded batches and no order."""
+        self._merge()
+        for part in self._merged.batches():
+            yield self._codec.decode_rows(Rows(part.hashes, part.keys, part.subkeys, part.values))
+
+    def _merge(self) -> None:
+        if self._waiting:
+            self._merged, self._waiting = _left([self._merged, *self._waiting], self._shape), []
+
+
+def _left(parts: Sequence[Changes], shape: Shape) -> Changes:
+    """The entries that are left after changes, one part after the other, as changes that put them."""
+    changes = Changes.concat(parts)
+    sizes = [len(part) for part in parts]
+    table = RowTable(shape.key_width, 0)
+    rows = table.add(changes.hashes, changes.keys)
+    # Within a part, a CLEAR comes before all others of its key: it hides what is in earlier parts.
+    starts = np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)
+    cleared = changes.ops == Op.CLEAR
+    hidden_before = np.zeros(int(rows.max(initial=-1)) + 1, dtype=np.intp)
+    np.maximum.at(hidden_before, rows[cleared], starts[cleared])
+    puts = (changes.ops == Op.PUT) & (np.arange(len(changes)) >= hidden_before[rows])
+    others = np.flatnonzero(~cleared)
+    entries = Entries(rows[others].astype(np.intp), changes.subkeys[others], changes.values[others])
+    left = newest(entries, puts[others], shape)
+    of = left.index.astype(rows.dtype)
+    ops = np.full(len(left), Op.PUT, dtype=np.int8)
+    return Changes(table.hashes(of), ops, table.keys(of), left.subkeys, left.values)
 
 
 def _files_of(files: StateFiles, stage: StageSpec, variable: str) -> tuple[list[SnapshotFile], list[ChangeFile], int]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from anabranch.worker.stores.redis import RedisConnection, connect
+from anabranch.worker.stores.redis_connection import RedisConnection, connect
 from support.redis_server import running_redis
 
 

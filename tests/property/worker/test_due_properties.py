@@ -16,9 +16,9 @@ from anabranch.core.eventtime import EventTime
 from anabranch.core.schemas import POSITION, Layout, Op, VariableKind, VariableSpec
 from anabranch.worker.state import due_index as due
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
-from anabranch.worker.stores.redis import RedisConnection
+from anabranch.worker.stores.redis_connection import RedisConnection
 from support.redis_server import WholeStore
+from support.stores import open_store
 
 GROUPS = 4
 TIMES = (-(2**63), -5, 0, 1, 2, 3, 7, 2**63 - 1)

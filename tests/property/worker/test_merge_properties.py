@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.core.schemas import Layout, Op, VariableKind, VariableSpec
-from anabranch.worker.state import entry_merge as merge
-from anabranch.worker.state.entry_merge import EntryMerge
+from anabranch.worker import compaction as merge
+from anabranch.worker.compaction import EntryMerge
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
+from support.stores import open_store
 
 KEY_GROUPS = 4
 KEY = pa.schema([("k", pa.string())])

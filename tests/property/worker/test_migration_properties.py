@@ -20,8 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from anabranch.core.schemas import HASH, Op, VariableKind
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
-from anabranch.worker.transfer.peer_transfer import PeerTransfer
+from anabranch.worker.transfer.group_transfer import GroupTransfer
 from support.migrating_state import (
     BY_VALUE,
     Change,
@@ -38,6 +37,7 @@ from support.migrating_state import (
     layout_of,
     looked_up,
 )
+from support.stores import open_store
 
 GROUPS = 8
 #: Four keys for each of eight hashes, in six of the key groups.
@@ -95,7 +95,7 @@ class MigratingState(RuleBasedStateMachine):
         self.epoch = 0
         self.groups = frozenset(range(GROUPS))
         self.state = self.new_state()
-        self.migration: PeerTransfer | None = None
+        self.migration: GroupTransfer | None = None
         subkeys = (None,) if kind is VariableKind.VALUE else SUBKEYS[:2]
         self.add_epoch([(Op.PUT, key, subkey, n) for n, key in enumerate(KEYS[::2]) for subkey in subkeys])
         self.state.fold(self.epoch)
@@ -126,7 +126,7 @@ class MigratingState(RuleBasedStateMachine):
         self.groups = frozenset(moved)
         self.model = self.without_strangers(self.model)
         self.state = self.new_state()
-        self.migration = PeerTransfer(self.state, self.source, self.checkpoint.now(), self.groups, GROUPS)
+        self.migration = GroupTransfer(self.state, self.groups, GROUPS, self.checkpoint.now(), peer=self.source)
         self.before = self.epoch, self.model
 
     # ------------------------------------------------------------------------------------------------ rules
@@ -287,7 +287,7 @@ class Epochs:
         self.former.load(table)
         self.model = applied({}, first)
         self.source = Frozen(self.former, rows_per_piece=7)
-        self.migration = PeerTransfer(self.state, self.source, self.checkpoint.now(), range(GROUPS), GROUPS)
+        self.migration = GroupTransfer(self.state, range(GROUPS), GROUPS, self.checkpoint.now(), peer=self.source)
 
     def changes_of(self, key: str) -> list[Change]:
         subkeys = (None,) if self.kind is VariableKind.VALUE else SUBKEYS

@@ -13,7 +13,8 @@ from anabranch.core.errors import WorkerError
 from anabranch.core.schemas import HASH, INDEX, OP, Layout, Op, VariableKind, VariableSpec
 from anabranch.worker.state.rows import Rows, VariableCodec
 from anabranch.worker.stores import redis, redis_connection, redis_rows
-from anabranch.worker.stores.redis import RedisConnection, RedisStore, delete_prefix
+from anabranch.worker.stores.redis import RedisStore
+from anabranch.worker.stores.redis_connection import RedisConnection, delete_prefix
 from support.redis_server import new_prefix
 
 GROUPS = 4

@@ -17,10 +17,10 @@ from anabranch.core.errors import EpochError
 from anabranch.core.keygroups import key_groups_of
 from anabranch.core.schemas import HASH, INDEX, OP, POSITION, Layout, Op, VariableKind, VariableSpec
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
-from anabranch.worker.stores.redis import RedisConnection
+from anabranch.worker.stores.redis_connection import RedisConnection
 from support import arrow_strategies as arrow
 from support.redis_server import WholeStore
+from support.stores import open_store
 
 Row = dict[str, Any]
 #: Of each key, by its frozen form, the entries: frozen value by frozen sub-key.

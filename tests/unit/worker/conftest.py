@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from anabranch.core.schemas import Layout
-from anabranch.worker.stores import Store, open_store
-from anabranch.worker.stores.redis import RedisConnection, connect
+from anabranch.worker.stores import Store
+from anabranch.worker.stores.redis_connection import RedisConnection, connect
 from support.redis_server import WholeStore, running_redis
 from support.state_workers import Driver, MakeDriver, making
+from support.stores import open_store
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from anabranch.wire.credentials import Credentials
 from anabranch.wire.frames import pack
 from anabranch.wire.messages import TOKEN_HEADER, encode, kind_of
 from anabranch.worker.stores.options import StoreOptions
-from anabranch.worker.stores.shared import prefix_of
+from anabranch.worker.stores.redis import prefix_of
 from support.keyed_state import KEYS, SPEC, STAGE, changes_to, entries, keys_table
 from support.state_workers import CREDENTIALS, JOB, Driver, MakeDriver, changed
 
@@ -137,7 +137,7 @@ def test_a_job_id_of_another_form_is_refused_and_leads_to_no_folder(
 
 @pytest.mark.parametrize("job", PARENT)
 def test_no_job_id_of_another_form_becomes_a_path_or_a_prefix(tmp_path: Path, job: str) -> None:
-    for attempt in (lambda: StoreOptions("rocksdb", tmp_path).folder(job), lambda: prefix_of(job)):
+    for attempt in (lambda: StoreOptions("rocksdb", tmp_path).open(job, SPEC, "total", 8), lambda: prefix_of(job)):
         with pytest.raises(WorkerError, match="32 hexadecimal digits"):
             attempt()
 

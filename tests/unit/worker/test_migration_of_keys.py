@@ -1,17 +1,17 @@
 """One variable on its way from its former owner: what is fetched, what is drained, and what is never overwritten."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
-from anabranch.core.errors import AnabranchError, LostWorkerError
+from anabranch.core.errors import AnabranchError, CheckpointError, LostWorkerError
 from anabranch.core.schemas import HASH, Op, VariableKind
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
-from anabranch.worker.transfer.peer_transfer import PeerTransfer, _between_keys
+from anabranch.worker.transfer.group_transfer import GroupTransfer, _between_keys
+from anabranch.worker.transfer.sources import StateSource
 from support.migrating_state import (
     Change,
     Checkpoint,
@@ -25,6 +25,7 @@ from support.migrating_state import (
     layout_of,
     looked_up,
 )
+from support.stores import open_store
 
 GROUPS = 8
 #: The first three share a hash; the next two share a key group with nobody.
@@ -49,7 +50,7 @@ class Moving:
         self.former.load(changes_table(self.layout, changes))
         self.model = applied({}, changes)
         self.source = Frozen(self.former, rows_per_piece=rows_per_piece)
-        self.migration = PeerTransfer(self.state, self.source, self.checkpoint.now(), range(GROUPS), GROUPS)
+        self.migration = GroupTransfer(self.state, range(GROUPS), GROUPS, self.checkpoint.now(), peer=self.source)
 
     def fetch(self, *keys: str) -> None:
         table = keys_table(self.layout, keys)
@@ -228,22 +229,6 @@ def test_a_scan_that_goes_on_after_a_fetch_has_given_up_brings_nothing_old(value
 def test_what_a_scan_brought_after_a_fetch_gave_up_may_be_written_at_once(values: Moving) -> None:
     """Then the checkpoint must not bring it again."""
     group = group_of("b", GROUPS)
-    read_again = threading.Event()
-    written = threading.Event()
-    make_origin = values.checkpoint.now()
-
-    class Slow:
-        def __init__(self, groups):  # type: ignore[no-untyped-def]
-            self.origin = make_origin(groups)
-            self.rows = self.origin.rows
-
-        def select(self, selection):  # type: ignore[no-untyped-def]
-            if selection.groups[group] and not selection.groups[group_of("c", GROUPS)]:
-                read_again.set()
-                written.wait(10)
-            return self.origin.select(selection)
-
-    values.migration.redirect(Slow)  # type: ignore[arg-type]
     fetched = values.source.fetch
 
     def time_out(_keys):  # type: ignore[no-untyped-def]
@@ -256,9 +241,40 @@ def test_what_a_scan_brought_after_a_fetch_gave_up_may_be_written_at_once(values
         values.source.fetch = fetched  # type: ignore[method-assign]
 
     values.source.on_piece = give_up
+    values.migration.drain([group])
+    assert group not in values.migration.pending
+    values.write(1, (Op.PUT, "b", None, 7))
+    values.write(2, (Op.PUT, "ba", None, 8))
+    values.migration.drain(range(GROUPS))
+    assert held(values.state) == values.model
+
+
+def test_a_write_waits_for_a_drain_from_the_checkpoint_or_is_left_alone_by_it(values: Moving) -> None:
+    """The old owner has failed in the middle: a drain reads files while a task asks for one of its keys."""
+    group = group_of("b", GROUPS)
+    reads, written = threading.Event(), threading.Event()
+    make_source = values.checkpoint.now()
+
+    def make_slow(groups: Collection[int]) -> StateSource:
+        source = make_source(groups)
+        scan = source.scan
+
+        def slow(groups, **about):  # type: ignore[no-untyped-def]
+            if list(groups) == [group]:
+                parts = scan(groups, **about)
+                reads.set()
+                written.wait(10)
+                return parts
+            return scan(groups, **about)
+
+        source.scan = slow  # type: ignore[method-assign]
+        return source
+
+    values.migration.redirect(make_slow)
+    values.source.fails = True
     with ThreadPoolExecutor(max_workers=2) as pool:
         drain = pool.submit(values.migration.drain, [group])
-        assert read_again.wait(10)
+        assert reads.wait(10)
         write = pool.submit(values.write, 1, (Op.PUT, "b", None, 7))
         wait([write], timeout=0.3)  # it may have to wait for the drain
         written.set()
@@ -269,11 +285,32 @@ def test_what_a_scan_brought_after_a_fetch_gave_up_may_be_written_at_once(values
     assert held(values.state) == values.model
 
 
+def test_files_that_are_gone_are_read_where_they_are_now(values: Moving) -> None:
+    """An assignment names other files just while a drain reads those that may be cleaned up from then on."""
+    make_source = values.checkpoint.now()
+
+    def make_gone(groups: Collection[int]) -> StateSource:
+        source = make_source(groups)
+
+        def gone(*_, **__):  # type: ignore[no-untyped-def]
+            values.migration.redirect(make_source)
+            raise CheckpointError("The file is gone.")
+
+        source.scan = gone  # type: ignore[method-assign]
+        return source
+
+    values.source.fails = True
+    values.migration.redirect(make_gone)
+    values.migration.drain(range(GROUPS))
+    assert values.migration.pending == []
+    assert held(values.state) == values.model
+
+
 @pytest.mark.parametrize("cut_at", range(9))
 def test_rows_that_come_first_are_loaded_in_pieces_that_cut_no_key(
     moving: Moving, monkeypatch: pytest.MonkeyPatch, cut_at: int
 ) -> None:
-    monkeypatch.setattr("anabranch.worker.transfer.peer_transfer._ROWS_PER_LOAD", 2)
+    monkeypatch.setattr("anabranch.worker.transfer.group_transfer._ROWS_PER_LOAD", 2)
     rows = changes_table(
         moving.layout,
         [(Op.PUT, key, subkey, 1) for key, subkeys in (("b", 3), ("c", 1), ("f", 4)) for subkey in range(subkeys)],

@@ -2,7 +2,7 @@
 
 import threading
 
-from anabranch.worker.state.read_write_lock import ReadWriteLock
+from anabranch.worker.stores.memory import ReadWriteLock
 
 TIMEOUT_S = 10.0
 A_MOMENT_S = 0.1

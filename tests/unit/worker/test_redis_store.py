@@ -15,7 +15,8 @@ from anabranch.core.schemas import HASH, OP, POSITION, Layout, Op, VariableKind,
 from anabranch.worker.state.rows import Changes, Keys, Rows, VariableCodec
 from anabranch.worker.stores import redis_connection as connections
 from anabranch.worker.stores import redis_rows
-from anabranch.worker.stores.redis import RedisConnection, RedisStore, connect, delete_prefix
+from anabranch.worker.stores.redis import RedisStore
+from anabranch.worker.stores.redis_connection import RedisConnection, connect, delete_prefix
 from support.redis_server import RedisServer, new_prefix, running_redis, running_redis_cluster
 
 KEY_GROUPS = 16
@@ -252,7 +253,7 @@ def test_only_what_is_dropped_leaves_redis(
     store.destroy()
     again = open_worker()
     again.use(range(8, 12), "a")
-    again.close()
+    again.hand_over(range(8, 12))
     assert names(connection, prefix) == left
 
 
@@ -444,7 +445,7 @@ def test_destroying_without_redis_is_no_error(server: RedisServer, caplog: pytes
     server.kill()
     store.destroy()
     assert "left behind in Redis" in caplog.text
-    store.close()
+    store.destroy()
 
 
 def test_connecting_refuses_a_redis_that_would_lose_state(server: RedisServer) -> None:

@@ -14,7 +14,7 @@ from anabranch.core.answers import SharedOffer
 from anabranch.core.errors import WorkerError
 from anabranch.wire.client import WorkerClient
 from anabranch.worker.stores.options import StoreOptions
-from anabranch.worker.stores.redis import RedisConnection
+from anabranch.worker.stores.redis_connection import RedisConnection
 from anabranch.worker.transfer.group_ownership import GroupOwnership
 from support.keyed_state import KEY_GROUPS, KEYS, KEYS_OF_GROUP, entries
 from support.redis_server import RedisServer, running_redis
@@ -99,7 +99,7 @@ def make_shared(server: RedisServer, tmp_path: Path) -> Iterator[MakeShared]:
     for driver in made:
         driver.close()
         for worker in driver.every_worker:
-            connection = worker.local.stores.connection
+            connection = worker.local.stores.backend.connection
             assert connection is not None
             connection.close()
 
@@ -263,7 +263,7 @@ def test_what_a_worker_could_not_take_over_stays_whole_for_others(
     run, asked = RedisConnection.run, Counter[str]()
 
     def fail(connection: RedisConnection, commands: Any) -> list[Any]:
-        if connection is unlucky.local.stores.connection and commands and commands[0][0] == "EVALSHA":
+        if connection is unlucky.local.stores.backend.connection and commands and commands[0][0] == "EVALSHA":
             asked["EVALSHA"] += 1
             if asked["EVALSHA"] == 2:
                 raise WorkerError("Redis is away.")

@@ -9,12 +9,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import rocksdict
 
 from anabranch.core.errors import SettingsError
 from anabranch.core.schemas import HASH, OP, POSITION, Layout, Op, VariableKind, VariableSpec
 from anabranch.worker.state.rows import Changes, VariableCodec
 from anabranch.worker.state.table import RowTable
-from anabranch.worker.stores import Store, open_store
+from anabranch.worker.stores import Store
+from anabranch.worker.stores.options import StoreOptions
+from support.keyed_state import SPEC
+from support.state_workers import JOB
+from support.stores import open_store
 
 OpenKind = Callable[[Layout, int], Store]
 
@@ -204,15 +209,14 @@ def test_entries_of_lists_count_as_memory() -> None:
 
 def test_rocksdb_starts_empty_whatever_its_directory_holds_and_leaves_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "job" / "stage" / "variable"
-    store = open_store("rocksdb", VALUE, KEY_GROUPS, directory)
-    store.apply(changes(VALUE, range(10), 1))
-    store.close()
+    left = rocksdict.Rdict(str(directory))
+    left["key"] = "value"
+    left.close()
     assert any(directory.iterdir())
     store = open_store("rocksdb", VALUE, KEY_GROUPS, directory)
     assert content(store, VALUE) == {}
     assert store.rows() == 0
     for _ in range(2):
-        store.close()
         store.destroy()
         assert not directory.exists()
 
@@ -226,9 +230,9 @@ def test_rocksdb_writes_no_log(tmp_path: Path) -> None:
 
 def test_an_unknown_kind_or_a_missing_directory_is_refused() -> None:
     with pytest.raises(SettingsError, match="memory, rocksdb"):
-        open_store("disk", VALUE, KEY_GROUPS, None)
+        StoreOptions("disk").open(JOB, SPEC, "total", KEY_GROUPS)
     with pytest.raises(SettingsError, match="directory"):
-        open_store("rocksdb", VALUE, KEY_GROUPS, None)
+        StoreOptions("rocksdb").open(JOB, SPEC, "total", KEY_GROUPS)
 
 
 def test_long_lists_are_read_in_whole(open_kind: OpenKind) -> None:

@@ -12,7 +12,8 @@ import pytest
 from anabranch.core.errors import EpochError
 from anabranch.core.schemas import INDEX, POSITION, Layout, Op, VariableKind, VariableSpec
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import Store, open_store
+from anabranch.worker.stores import Store
+from support.stores import open_store
 
 OpenKind = Callable[[Layout, int], Store]
 

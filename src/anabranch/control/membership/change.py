@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING
 
 from anabranch.checkpoint.manifests import save_route
@@ -16,7 +15,7 @@ from anabranch.core.answers import TransferProgress
 from anabranch.core.errors import AnabranchError, EpochError, LostWorkerError, WorkerError
 from anabranch.core.ids import WorkerId
 from anabranch.core.reports import ChangeReport
-from anabranch.core.requests import Complete, Describe
+from anabranch.core.requests import Describe
 
 if TYPE_CHECKING:
     from anabranch.control.membership.cluster import Cluster
@@ -112,7 +111,7 @@ class ChangeInProgress:
                 peer_timeout_s=settings.worker_timeout_s,
                 drain=settings.drain,
                 heartbeat_s=settings.heartbeat_s,
-                offers=cluster.offers if settings.store == "redis" else None,
+                offers=cluster.offers if cluster.strategy.hands_over else None,
             )
             try:
                 carry_out(cluster.owned, cluster.members.all, assignment, cluster.scheduler)
@@ -158,7 +157,7 @@ class ChangeInProgress:
         cluster.routing = cluster.make_routing()
         migration = Migration(
             number=made.number,
-            strategy=cluster.settings.migration,
+            strategy=cluster.strategy.name,
             route_version=version,
             first_epoch=made.next_epoch,
             groups_moving=made.moved,
@@ -170,18 +169,7 @@ class ChangeInProgress:
         )
         cluster.migrations.begin(migration, self.rescales)
         members = cluster.members.all
-        if cluster.settings.migration == "eager" and made.moved:
-            completed = cluster.scheduler.gather(partial(self._complete, member) for member in members)
-            for member, answer in zip(members, completed, strict=True):
-                self._answers[member.worker] = answer or self._answers[member.worker]
+        if made.moved:
+            self._answers |= cluster.strategy.follow(cluster)
         for member in members:
             cluster.note_progress(member.worker, self._answers[member.worker])
-
-    def _complete(self, member: Member) -> TransferProgress | None:
-        """Wait until all has arrived at a worker. If that fails, the rest follows as it would have anyway."""
-        owned = self._cluster.owned
-        try:
-            return member.client.call(Complete(job=owned.job.job_id, generation=owned.generation))
-        except AnabranchError as error:
-            logger.warning("not all state has arrived at worker %s: %s", member.worker, error)
-            return None

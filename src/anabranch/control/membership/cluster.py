@@ -19,6 +19,7 @@ from anabranch.control.membership.rescale import Migrations, Rescale, asked_for
 from anabranch.control.membership.worker_pool import WorkerPool
 from anabranch.control.owned_checkpoint import OwnedCheckpoint
 from anabranch.control.resume import Resumed
+from anabranch.control.strategies.strategy import MigrationStrategy
 from anabranch.core import membership_events as events
 from anabranch.core.answers import SharedOffer, TransferProgress
 from anabranch.core.errors import AnabranchError, EpochError, SettingsError
@@ -44,12 +45,14 @@ class Cluster:
         members: Membership,
         settings: Settings,
         worker_pool: WorkerPool,
+        strategy: MigrationStrategy,
         scheduler: Scheduler = THREADS,
     ) -> None:
         self.scheduler = scheduler
         self.owned: OwnedCheckpoint = resumed.owned
         self.settings = settings
         self.worker_pool = worker_pool
+        self.strategy = strategy
         #: The workers that own key groups.
         self.members = members
         #: Held while the machine decides, and while these change with it.

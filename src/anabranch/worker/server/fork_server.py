@@ -21,7 +21,7 @@ from anabranch.wire.credentials import Credentials
 from anabranch.wire.descriptors import receive, send
 from anabranch.worker import compaction
 from anabranch.worker.server.process import WorkerOptions, run_worker
-from anabranch.worker.stores import rocksdb  # noqa: F401  loaded for those who use it
+from anabranch.worker.stores import STORES, StorePlace
 
 
 def serve(control: socket.socket, body: Callable[[dict[str, Any]], None]) -> None:
@@ -40,6 +40,7 @@ def serve(control: socket.socket, body: Callable[[dict[str, Any]], None]) -> Non
                 os.waitpid(request["bury"], 0)
             send(control, {})
             continue
+        _load_store(request["start"])
         try:
             pid = os.fork()
         except OSError as error:
@@ -52,6 +53,13 @@ def serve(control: socket.socket, body: Callable[[dict[str, Any]], None]) -> Non
             send(control, {"pid": pid})
         for file in files:
             os.close(file)
+
+
+def _load_store(options: dict[str, Any]) -> None:
+    """Loads what the store of a new worker needs, for this one and for all that follow."""
+    if options.get("store") in STORES:
+        with contextlib.suppress(ImportError):  # the worker says what is missing
+            STORES[options["store"]].backend(StorePlace())
 
 
 def _be_a_process(files: list[int], body: Callable[[dict[str, Any]], None], options: dict[str, Any]) -> None:

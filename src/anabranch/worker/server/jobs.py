@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Callable, Collection
 from typing import Any
@@ -24,7 +23,6 @@ from anabranch.worker.parts import PRODUCTION, WorkerParts
 from anabranch.worker.server.job import Batches, WorkerJob
 from anabranch.worker.state.job_state import JobShape
 from anabranch.worker.stores.options import StoreOptions
-from anabranch.worker.stores.shared import wipe
 
 #: How often a worker that is to go looks whether it may.
 _LEAVE_INTERVAL_S = 0.1
@@ -132,8 +130,7 @@ class WorkerJobs:
             del self._jobs[request.job]
             self._heartbeats_s = {each: s for each, s in self._heartbeats_s.items() if each in self._jobs}
         job.close()
-        if (folder := self._stores.folder(request.job)) is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        self._stores.backend.close_job(request.job)
         if request.goes_on and not self._leaving:
             self.on_dismissed(request.job)
         return Done()
@@ -146,8 +143,7 @@ class WorkerJobs:
             # One that is broken begins with nothing when the job is opened on it again.
             if not job.is_broken:
                 raise WorkerError(f"The worker {self.worker} takes part in the job {request.job}; nothing is removed.")
-        if self._stores.connection is not None:
-            wipe(self._stores.connection, request.job)
+        self._stores.backend.wipe(request.job)
         return Done()
 
     def _job_of(self, request: Request[Any]) -> WorkerJob:

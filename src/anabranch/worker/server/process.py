@@ -25,6 +25,7 @@ from anabranch.wire.credentials import Credentials, is_loopback_host
 from anabranch.wire.keyring import user_token
 from anabranch.worker.server.registration import JOIN_TIMEOUT_S, find_job, join
 from anabranch.worker.server.service import StateService
+from anabranch.worker.stores import store_kind
 from anabranch.worker.stores.options import StoreOptions
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class WorkerOptions:
 
 def run_worker(options: WorkerOptions) -> None:
     """Serve until SIGTERM, SIGINT, or the parent's end. Prints one line of JSON when ready."""
+    store_kind(options.store).check_installed()
     _check_port(options.host, options.port)
     stop, urgent = threading.Event(), threading.Event()
 
@@ -150,7 +152,7 @@ def _check_port(host: str, port: int) -> None:
 @contextlib.contextmanager
 def _state_directory(options: WorkerOptions) -> Iterator[Path | None]:
     """A directory of this worker's own, gone with it: what it holds is a cache of the checkpoint."""
-    if options.store != "rocksdb":
+    if not store_kind(options.store).needs_directory:
         yield None
         return
     try:

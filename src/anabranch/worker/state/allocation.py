@@ -20,7 +20,7 @@ _ROW_BYTES_MIN = 4 * 1024
 
 
 def give_back_after(rows: int, size: int) -> None:
-    """Give back what is free, now that so many rows of state with so many bytes have been worked on."""
+    """Give back what is free after work on rows of state that have this size together."""
     if size >= _BYTES_MIN and size >= rows * _ROW_BYTES_MIN:
         pa.default_memory_pool().release_unused()
         _trim()(0)

@@ -89,7 +89,7 @@ def from_objects(values: Sequence[bytes], width: int | None) -> Encoded:
 
 def take(encoded: Encoded, rows: npt.NDArray[Any]) -> Encoded:
     """The values of some rows."""
-    if encoded.dtype == object or encoded.shape[1] == 0:
+    if encoded.ndim == 1 or encoded.shape[1] == 0:
         return np.asarray(encoded[rows])
     # As one opaque value per row, because a gather of rows of single bytes is several times slower.
     width = encoded.shape[1]
@@ -99,7 +99,7 @@ def take(encoded: Encoded, rows: npt.NDArray[Any]) -> Encoded:
 
 
 def pieces(columns: Sequence[Encoded], bytes_max: int) -> Iterator[slice]:
-    """The rows of several columns in pieces of so many bytes. At least one; a row that alone has more is one, too."""
+    """Cuts the rows of columns into pieces, at least one, of bounded size; a larger row is a piece by itself."""
     rows = len(columns[0])
     sizes = np.full(rows, sum(column.shape[1] for column in columns if column.dtype != object), dtype=np.int64)
     for column in columns:

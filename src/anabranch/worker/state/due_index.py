@@ -20,7 +20,7 @@ import pyarrow as pa
 from anabranch.core.eventtime import FIRST_TIME, EventTime
 from anabranch.core.schemas import OP, Op
 from anabranch.worker.state.codec import Encoded, take
-from anabranch.worker.state.layer import Layer
+from anabranch.worker.state.layer import Layer, keys_in
 from anabranch.worker.state.rows import Changes, Hashes, Keys, Rows, Shape, VariableCodec
 from anabranch.worker.state.table import RowTable
 from anabranch.worker.stores import Store
@@ -29,7 +29,7 @@ Times = npt.NDArray[np.int64]
 
 #: Entries that are looked up at a time, when they are checked against the store.
 _CHECKED_ROWS = 1 << 15
-#: So many entries may have lost their rows before it is worth looking for them.
+#: With fewer entries than this beyond the rows, it is not worth looking for entries that have lost their rows.
 _STALE_MIN = 1 << 16
 
 
@@ -46,7 +46,7 @@ class LayerTimes:
 
 
 @dataclass(frozen=True)
-class Run:
+class SortedRun:
     """Entries in the order of their times."""
 
     times: Times
@@ -63,19 +63,19 @@ class Run:
     def nbytes(self) -> int:
         return int(self.times.nbytes + self.hashes.nbytes + self.keys.nbytes)
 
-    def chosen(self, which: npt.NDArray[Any]) -> Run:
+    def chosen(self, which: npt.NDArray[Any]) -> SortedRun:
         """Some of the entries, by position in rising order or by truth value."""
         keys = self.keys
         kept = keys.take(pa.array(_positions(which))) if isinstance(keys, pa.Array) else take(keys, which)
         times = self.times[which]
-        return Run(times, self.hashes[which], kept, len(times))
+        return SortedRun(times, self.hashes[which], kept, len(times))
 
-    def part(self, start: int, end: int) -> Run:
+    def part(self, start: int, end: int) -> SortedRun:
         """The entries from one position to another. They share the memory of the run, unless most of it is unused."""
         allocated = self.allocated if 2 * (end - start) >= self.allocated else 0
         if not allocated:
             return self.chosen(np.arange(start, end))
-        return Run(self.times[start:end], self.hashes[start:end], self.keys[start:end], allocated)
+        return SortedRun(self.times[start:end], self.hashes[start:end], self.keys[start:end], allocated)
 
     def keys_of(self, which: npt.NDArray[Any]) -> Keys:
         chosen = self.chosen(which)
@@ -83,14 +83,14 @@ class Run:
         return Keys(chosen.hashes, _as_objects(keys) if isinstance(keys, pa.Array) else keys)
 
     @staticmethod
-    def sorted(times: Times, keys: Keys) -> Run:
+    def sorted(times: Times, keys: Keys) -> SortedRun:
         order = np.argsort(times, kind="stable")
         sorted_ = keys.take(order)
         packed = sorted_.keys if sorted_.keys.dtype != object else pa.array(sorted_.keys, pa.large_binary())
-        return Run(times[order], sorted_.hashes, packed, len(times))
+        return SortedRun(times[order], sorted_.hashes, packed, len(times))
 
     @staticmethod
-    def merged(runs: Sequence[Run]) -> Run:
+    def merged(runs: Sequence[SortedRun]) -> SortedRun:
         if len(runs) == 1:
             return runs[0]
         times = np.concatenate([run.times for run in runs])
@@ -98,7 +98,7 @@ class Run:
         parts = [run.keys for run in runs]
         keys = pa.concat_arrays(parts) if isinstance(parts[0], pa.Array) else np.concatenate(parts)
         # A stable sort finds the runs that are sorted already, and merges them.
-        return Run(times, hashes, keys, len(times)).chosen(np.argsort(times, kind="stable"))
+        return SortedRun(times, hashes, keys, len(times)).chosen(np.argsort(times, kind="stable"))
 
 
 class DueIndex:
@@ -114,7 +114,7 @@ class DueIndex:
         #: Held while runs are made and replaced. Who only looks at them needs no lock: they never change.
         self._lock = threading.Lock()
         #: The longest first.
-        self._runs: tuple[Run, ...] = ()
+        self._runs: tuple[SortedRun, ...] = ()
         #: By key group: whether every row in the store has an entry.
         self._covered = np.zeros(shape.key_groups, dtype=np.bool_)
         self._entries_at_least = _STALE_MIN
@@ -143,7 +143,7 @@ class DueIndex:
     def add(self, found: LayerTimes, changes: Changes) -> None:
         """Changes that have become part of the store."""
         if len(found.times):
-            self._append(Run.sorted(found.times, changes.keys_of(found.positions)))
+            self._append(SortedRun.sorted(found.times, changes.keys_of(found.positions)))
 
     def uncovered(self) -> list[int]:
         """The key groups whose rows have to be added, because they got into the store unnoticed."""
@@ -193,10 +193,8 @@ class DueIndex:
         is_twin[:-1] |= is_twin[1:]
         twins = keys.take(order[is_twin])
         table = RowTable(self._shape.key_width, 0)
-        table.reserve(len(twins))
-        table.put(twins.hashes, twins.keys)
-        rows = table.rows()
-        return Keys.concat([keys.take(order[~is_twin]), Keys(table.hashes(rows), table.keys(rows))])
+        table.add(twins.hashes, twins.keys)
+        return Keys.concat([keys.take(order[~is_twin]), keys_in(table)])
 
     # ---------------------------------------------------------------------------------------------- letting go
 
@@ -226,7 +224,7 @@ class DueIndex:
             self._runs = _in_order([run.chosen(kept[self._shape.groups_of(run.hashes)]) for run in self._runs])
             self._covered[list(groups)] = True
 
-    def _without_gone(self, run: Run, asked: Times, top: int, store: Store) -> list[Run]:
+    def _without_gone(self, run: SortedRun, asked: Times, top: int, store: Store) -> list[SortedRun]:
         end = int(np.searchsorted(run.times, top, side="right"))
         came_up = run.times[:end] <= asked[self._shape.groups_of(run.hashes[:end])]
         if not came_up.any():
@@ -235,9 +233,9 @@ class DueIndex:
         live = self._live(head.chosen(came_up), store)
         if len(live) == np.count_nonzero(came_up):
             return [run]
-        return [Run.merged([live, head.chosen(~came_up)]), run.part(end, len(run))]
+        return [SortedRun.merged([live, head.chosen(~came_up)]), run.part(end, len(run))]
 
-    def _live(self, run: Run, store: Store) -> Run:
+    def _live(self, run: SortedRun, store: Store) -> SortedRun:
         """Those entries which the store has a row for."""
         live = np.zeros(len(run), dtype=np.bool_)
         for start in range(0, len(run), _CHECKED_ROWS):
@@ -249,15 +247,15 @@ class DueIndex:
             live[at[same & times.is_valid().to_numpy(zero_copy_only=False)]] = True
         return run.chosen(live)
 
-    def _runs_of(self, rows: Iterable[Rows]) -> list[Run]:
+    def _runs_of(self, rows: Iterable[Rows]) -> list[SortedRun]:
         """A run for each part."""
         runs = []
         for part in rows:
             found = _times(self._decoded(part.keys, part.subkeys, part.values), np.ones(len(part), dtype=np.bool_))
-            runs.append(Run.sorted(found.times, Keys(part.hashes, part.keys).take(found.positions)))
+            runs.append(SortedRun.sorted(found.times, Keys(part.hashes, part.keys).take(found.positions)))
         return runs
 
-    def _append(self, run: Run) -> None:
+    def _append(self, run: SortedRun) -> None:
         with self._lock:
             self._runs = _in_order([*self._runs, run])
 
@@ -275,17 +273,17 @@ def _times(times: pa.Array, puts: npt.NDArray[np.bool_]) -> LayerTimes:
     return LayerTimes(times.fill_null(0).to_numpy(zero_copy_only=False)[positions], positions)
 
 
-def _in_order(runs: Sequence[Run]) -> tuple[Run, ...]:
+def _in_order(runs: Sequence[SortedRun]) -> tuple[SortedRun, ...]:
     """The longest first; those that are not twice as long as all shorter ones together are merged with these."""
-    ordered: list[Run] = []
-    together: list[Run] = []
+    ordered: list[SortedRun] = []
+    together: list[SortedRun] = []
     for run in sorted(filter(len, runs), key=len):
         if together and len(run) >= 2 * sum(map(len, together)):
-            ordered.append(Run.merged(together))
+            ordered.append(SortedRun.merged(together))
             together = []
         together.append(run)
     if together:
-        ordered.append(Run.merged(together))
+        ordered.append(SortedRun.merged(together))
     return tuple(reversed(ordered))
 
 

@@ -25,19 +25,17 @@ from anabranch.wire.frames import Parts, Tables
 from anabranch.wire.messages import DUE, ENTRIES, EXPIRED, REST
 from anabranch.worker.parts import PRODUCTION, WorkerParts
 from anabranch.worker.state.key_recurrence import KeyRecurrence
+from anabranch.worker.state.shared_state import SharedState
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import Store
+from anabranch.worker.stores import SharedStore, Store
 from anabranch.worker.stores.options import StoreOptions
-from anabranch.worker.stores.redis import RedisStore
-from anabranch.worker.stores.shared import SharedState, refuse_shared
-from anabranch.worker.transfer.group_ownership import GroupOwnership, Sources, Variable
-from anabranch.worker.transfer.peers import Peer, PeerOrigin
-from anabranch.worker.transfer.sources import CheckpointOrigin
+from anabranch.worker.transfer.group_ownership import GroupOwnership, GroupSources, Variable
+from anabranch.worker.transfer.sources import CheckpointSource, Peer, PeerSource
 
 #: Newer than any epoch: what is frozen does not change any more.
 _NOW = 1 << 62
-#: It pays to bring the keys of the last epoch first, if so many of them come again in the next one.
-_REPETITION_MIN = 0.3
+#: It pays to bring the keys of the last epoch first if this share of them comes again in the next one.
+_RECURRENCE_MIN = 0.3
 
 
 @dataclass(frozen=True)
@@ -64,19 +62,18 @@ class JobState:
                 state = VariableState(layout, shape.key_groups, opened[spec.number, variable])
                 self._states[spec.number, variable] = state
         #: Whether epochs tend to change the same keys again.
-        self._repetitions = {variable: KeyRecurrence() for variable in self._states}
+        self._recurrences = {variable: KeyRecurrence() for variable in self._states}
         self.ownership = GroupOwnership(self._states, shape.key_groups, parts.scheduler)
-        remote = [store for store in opened.values() if isinstance(store, RedisStore)]
+        shared = [store for store in opened.values() if isinstance(store, SharedStore)]
         #: Whether key groups were changing hands when a shared store failed.
         self._is_torn = False
         #: Only if the job's state is in a store that workers share.
-        self._shared = SharedState(self._states.values(), remote) if remote else None
+        self._shared = SharedState(self._states.values(), shared) if shared else None
 
     def hand_over(self, request: requests.HandOver) -> tuple[SharedOffer, ...]:
         """Keep only some key groups; the others are left in the shared store, as far as they are whole."""
         if self._shared is None:
-            refuse_shared([request.keep])
-            return ()
+            raise _not_shared()
         groups = self.ownership.groups - set(request.keep)
         pending = frozenset(group for variable in self._states for group in self.ownership.pending(variable))
         with self._lost_on_errors():
@@ -97,7 +94,7 @@ class JobState:
 
     @contextmanager
     def _lost_on_errors(self) -> Iterator[None]:
-        """Key groups of a shared store change hands: if that fails halfway, nobody can tell which have."""
+        """Key groups of a shared store change hands: if that fails halfway, it is not known which have."""
         try:
             yield
         except Exception:
@@ -110,17 +107,19 @@ class JobState:
             return self._assign(request, credentials)
 
     def _assign(self, request: requests.Assign, credentials: Credentials) -> tuple[int, int]:
-        def from_checkpoint(variable: Variable, groups: Collection[int]) -> CheckpointOrigin:
-            return CheckpointOrigin(
+        def from_checkpoint(variable: Variable, groups: Collection[int]) -> CheckpointSource:
+            return CheckpointSource(
                 self.storage,
                 self._states[variable].layout,
+                self.shape.key_groups,
                 groups,
                 [file for file in request.snapshot if (file.stage, file.variable) == variable],
                 [file for file in request.changes if (file.stage, file.variable) == variable],
+                self._parts.scheduler,
             )
 
-        def from_peer(peer: Peer, variable: Variable) -> PeerOrigin:
-            return PeerOrigin(peer, StageNumber(variable[0]), self._states[variable].layout, self._parts.connect)
+        def from_peer(peer: Peer, variable: Variable) -> PeerSource:
+            return PeerSource(peer, StageNumber(variable[0]), self._states[variable].layout, self._parts.connect)
 
         peers = {}
         for offer in request.peers:
@@ -130,20 +129,21 @@ class JobState:
         freeze_as_of = request.epoch if request.freeze else None
         shared: frozenset[int] = frozenset()
         if self._shared is None:
-            refuse_shared(request.shared)
+            if request.shared:
+                raise _not_shared()
         else:
             freeze_as_of = None
             new = set(request.groups) - self.ownership.groups
             shared = self._shared.take_over(new, request.shared, f"{request.generation}.{request.number}")
             self._shared.forget(self.ownership.groups - set(request.groups))
-        sources = Sources(from_checkpoint, peers if self._shared is None else {}, shared)
+        sources = GroupSources(from_checkpoint, peers if self._shared is None else {}, shared)
         self.ownership.drains_migrations = request.drain
-        adopted, left = self.ownership.assign(request.groups, sources, freeze_as_of=freeze_as_of)
+        gained, left = self.ownership.assign(request.groups, sources, freeze_as_of=freeze_as_of)
         for state in self._states.values() if shared else ():
             state.expect_unnoticed(shared)
         if not peers:
             self.ownership.start_drain()
-        return len(adopted), len(left)
+        return len(gained), len(left)
 
     # ------------------------------------------------------------------------------------------------ layers
 
@@ -151,7 +151,7 @@ class JobState:
         """Make the changes of an epoch part of the state. They are taken out of the dict, and let go of bit by bit."""
         for variable, state in self._states.items():
             changes_of.setdefault(variable, state.layout.changes.empty_table())
-            self._repetitions[variable].note(changes_of[variable].column(HASH).to_numpy())
+            self._recurrences[variable].note(changes_of[variable].column(HASH).to_numpy())
             state.add_layer(epoch, changes_of.pop(variable))
 
     def drop_layers_after(self, epoch: int) -> None:
@@ -266,7 +266,7 @@ class JobState:
 
     def _recent(self, variable: Variable, groups: Collection[int]) -> Iterator[pa.RecordBatch]:
         """The rows of keys that the last epoch changed, if it pays to bring these first."""
-        if self._repetitions[variable].share < _REPETITION_MIN:
+        if self._recurrences[variable].share < _RECURRENCE_MIN:
             return iter(())
         return self._states[variable].latest(_NOW, set(groups) - self.ownership.pending(variable))
 
@@ -302,13 +302,20 @@ class JobState:
         return state
 
 
+def _not_shared() -> WorkerError:
+    return WorkerError(
+        "This worker keeps state for itself, and was given key groups of a shared store. Start all workers of a "
+        "job with the same --store."
+    )
+
+
 def _tables(name: str, batches: Iterable[pa.RecordBatch]) -> Parts:
     """The parts of an answer, under one name."""
     return ((name, pa.Table.from_batches([batch])) for batch in batches)
 
 
 def _split(parts: Parts, keys: int) -> Parts:
-    """The answers for so many first keys, and those for the due keys after them, with their own numbers."""
+    """The answers for the first keys, and those for the due keys after them, with their own numbers."""
     for name, answers in parts:
         index = answers.column(INDEX).to_numpy()
         cut = int(np.searchsorted(index, keys))

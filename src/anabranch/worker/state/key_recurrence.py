@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-#: Of many hashes, one in so many is looked at: the same ones in every epoch.
+#: Of many hashes, one in sixteen is looked at: the same ones in every epoch.
 _SAMPLED = 16
 _MANY = 4096
 #: What counts of earlier epochs.

@@ -27,8 +27,7 @@ class KeySet:
     def add(self, keys: pa.Table) -> None:
         encoded = self._codec.encode_keys(keys)
         with self._lock:
-            self._table.reserve(len(encoded))
-            self._table.put(encoded.hashes, encoded.keys)
+            self._table.add(encoded.hashes, encoded.keys)
 
     def added(self, keys: pa.Table) -> pa.Table:
         """Add keys, of which some may be the same. Those that were not there before, each once."""
@@ -36,8 +35,7 @@ class KeySet:
         with self._lock:
             new = np.flatnonzero(self._table.find(encoded.hashes, encoded.keys) < 0)
             candidates = encoded.take(new)
-            self._table.reserve(len(candidates))
-            _, first = np.unique(self._table.put(candidates.hashes, candidates.keys), return_index=True)
+            _, first = np.unique(self._table.add(candidates.hashes, candidates.keys), return_index=True)
         return gathered(keys, new[np.sort(first)])
 
     def without(self, changes: pa.Table) -> pa.Table:

@@ -38,8 +38,7 @@ class Layer(ABC):
         #: When the rows that it puts are due, if anybody wants to know.
         self.times: LayerTimes | None = None
         self._table = RowTable(shape.key_width, 0)
-        self._table.reserve(len(changes))
-        rows = self._table.put(changes.hashes, changes.keys)
+        rows = self._table.add(changes.hashes, changes.keys)
         clears = changes.ops == Op.CLEAR
         self._order(rows, np.flatnonzero(clears), np.flatnonzero(~clears))
 
@@ -49,8 +48,7 @@ class Layer(ABC):
 
     def keys(self) -> Keys:
         """The keys that the layer knows something about."""
-        rows = self._table.rows()
-        return Keys(self._table.hashes(rows), self._table.keys(rows))
+        return keys_in(self._table)
 
     def find(self, keys: Keys) -> RowNumbers:
         """The layer's row of each key, or -1."""
@@ -101,6 +99,12 @@ class EntryLayer(Layer):
         owner = np.repeat(np.arange(len(rows)), counts)
         within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         return owner, self.changes.take(self._by_row[self._starts[rows][owner] + within])
+
+
+def keys_in(table: RowTable) -> Keys:
+    """The keys of a table."""
+    rows = table.rows()
+    return Keys(table.hashes(rows), table.keys(rows))
 
 
 def make_layer(epoch: int, changes: Changes, shape: Shape) -> Layer:
@@ -166,10 +170,9 @@ def _read_entries(keys: Keys, layers: Sequence[EntryLayer], below: Readable, sha
 def newest(entries: Entries, puts: npt.NDArray[np.bool_], shape: Shape) -> Entries:
     """Of entries from oldest to newest, the last one of each sub-key of each key, unless that is no put."""
     table = RowTable(shape.subkey_width, 0)
-    table.reserve(len(entries))
     # An odd factor gives every key a number of its own, so that hash and sub-key together tell entries apart.
     hashes = hashes_of(entries.subkeys) ^ (entries.index.astype(np.int64) * _ODD)
-    rows = table.put(hashes, entries.subkeys)
+    rows = table.add(hashes, entries.subkeys)
     last = np.empty(len(entries), dtype=np.intp)
     last[rows] = np.arange(len(entries))
     newest = np.sort(last[table.rows()])

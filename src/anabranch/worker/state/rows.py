@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,10 @@ Hashes = npt.NDArray[np.int64]
 #: Positions, or one truth value per row.
 Selection = npt.NDArray[Any]
 
-#: Rows are decoded in batches of which so many make a message: what that takes for a moment is a multiple of a batch.
+#: Rows are decoded in batches, several for a message: what that takes for a moment is a multiple of a batch.
 _BATCHES_PER_MESSAGE = 4
+#: Rows that are worked on at a time.
+_BATCH_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -45,39 +47,60 @@ class Shape:
         return key_groups_of(hashes, self.key_groups)
 
 
+class Columns:
+    """Columns of equal length; a subclass names them as fields. They never change."""
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    @property
+    def _columns(self) -> list[npt.NDArray[Any]]:
+        return list(vars(self).values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(size_bytes, self._columns))
+
+    def take(self, chosen: Selection) -> Self:
+        """Some of the rows, copied."""
+        return type(self)(*(take(column, chosen) for column in self._columns))
+
+    def piece(self, part: slice) -> Self:
+        """The rows from one position to another, which share the memory of the columns."""
+        return type(self)(*(column[part] for column in self._columns))
+
+    def batches(self, rows: int = _BATCH_ROWS) -> Iterator[Self]:
+        """All rows, in pieces of bounded length."""
+        for start in range(0, len(self), rows):
+            yield self.piece(slice(start, start + rows))
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*map(np.concatenate, zip(*(part._columns for part in parts), strict=True)))
+
+
 @dataclass(frozen=True)
-class Keys:
+class Keys(Columns):
     """Keys with their hashes."""
 
     hashes: Hashes
     keys: Encoded
 
-    def __len__(self) -> int:
-        return len(self.hashes)
-
-    def take(self, chosen: Selection) -> Keys:
-        return Keys(self.hashes[chosen], take(self.keys, chosen))
-
-    @staticmethod
-    def concat(parts: Sequence[Keys]) -> Keys:
-        if len(parts) == 1:
-            return parts[0]
-        return Keys(np.concatenate([part.hashes for part in parts]), np.concatenate([part.keys for part in parts]))
+    def rows_of(self, entries: Entries) -> Rows:
+        """Entries of these keys as whole rows."""
+        own = self.take(entries.index)
+        return Rows(own.hashes, own.keys, entries.subkeys, entries.values)
 
 
 @dataclass(frozen=True)
-class Entries:
+class Entries(Columns):
     """Entries of keys that were asked for; ``index`` is the position of the key in the question."""
 
     index: npt.NDArray[np.intp]
     subkeys: Encoded
     values: Encoded
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def take(self, chosen: Selection) -> Entries:
-        return Entries(self.index[chosen], take(self.subkeys, chosen), take(self.values, chosen))
 
     def in_order(self) -> Entries:
         """Ordered by the keys' positions; entries of one key stay as they are."""
@@ -85,19 +108,9 @@ class Entries:
             return self
         return self.take(np.argsort(self.index, kind="stable"))
 
-    @staticmethod
-    def concat(parts: Sequence[Entries]) -> Entries:
-        if len(parts) == 1:
-            return parts[0]
-        return Entries(
-            np.concatenate([part.index for part in parts]),
-            np.concatenate([part.subkeys for part in parts]),
-            np.concatenate([part.values for part in parts]),
-        )
-
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Columns):
     """Whole rows of state: an entry with its key."""
 
     hashes: Hashes
@@ -105,15 +118,9 @@ class Rows:
     subkeys: Encoded
     values: Encoded
 
-    def __len__(self) -> int:
-        return len(self.hashes)
-
-    def take(self, chosen: Selection) -> Rows:
-        return Rows(self.hashes[chosen], take(self.keys, chosen), take(self.subkeys, chosen), take(self.values, chosen))
-
 
 @dataclass(frozen=True)
-class Changes:
+class Changes(Columns):
     """Changes of state. Of one key, CLEAR applies first, wherever it stands; an entry has at most one other."""
 
     hashes: Hashes
@@ -122,35 +129,8 @@ class Changes:
     subkeys: Encoded
     values: Encoded
 
-    def __len__(self) -> int:
-        return len(self.hashes)
-
-    def take(self, chosen: Selection) -> Changes:
-        return Changes(
-            self.hashes[chosen],
-            self.ops[chosen],
-            take(self.keys, chosen),
-            take(self.subkeys, chosen),
-            take(self.values, chosen),
-        )
-
     def keys_of(self, chosen: Selection) -> Keys:
         return Keys(self.hashes[chosen], take(self.keys, chosen))
-
-    @staticmethod
-    def concat(parts: Sequence[Changes]) -> Changes:
-        return Changes(
-            np.concatenate([part.hashes for part in parts]),
-            np.concatenate([part.ops for part in parts]),
-            np.concatenate([part.keys for part in parts]),
-            np.concatenate([part.subkeys for part in parts]),
-            np.concatenate([part.values for part in parts]),
-        )
-
-    @property
-    def nbytes(self) -> int:
-        columns = (self.hashes, self.ops, self.keys, self.subkeys, self.values)
-        return sum(size_bytes(column) for column in columns)
 
 
 class VariableCodec:
@@ -181,7 +161,7 @@ class VariableCodec:
         batches.reverse()
         while batches:
             parts.append(self._encode_batch(batches.pop()))
-        return parts[0] if len(parts) == 1 else Changes.concat(parts)
+        return Changes.concat(parts)
 
     def _encode_batch(self, data: pa.RecordBatch) -> Changes:
         return Changes(
@@ -195,13 +175,13 @@ class VariableCodec:
     def answers_of(self, entries: Entries) -> Iterator[pa.RecordBatch]:
         """Entries as answers to a read, in batches of bounded size: at least one."""
         for piece in pieces((entries.subkeys, entries.values), frames.MESSAGE_BYTES // _BATCHES_PER_MESSAGE):
-            yield self.decode_answers(Entries(entries.index[piece], entries.subkeys[piece], entries.values[piece]))
+            yield self.decode_answers(entries.piece(piece))
 
     def rows_of(self, rows: Rows) -> Iterator[pa.RecordBatch]:
         """Whole rows, in batches of bounded size: at least one."""
         columns = (rows.keys, rows.subkeys, rows.values)
         for piece in pieces(columns, frames.MESSAGE_BYTES // _BATCHES_PER_MESSAGE):
-            yield self.decode_rows(Rows(rows.hashes[piece], *(column[piece] for column in columns)))
+            yield self.decode_rows(rows.piece(piece))
 
     def decode_answers(self, entries: Entries) -> pa.RecordBatch:
         columns = [

@@ -51,7 +51,7 @@ class RowTable:
     """Rows by key; ``None`` as a width means values of varying width, and any objects as values."""
 
     def __init__(self, key_width: int | None, value_width: int | None, *, room_bytes: int = 0) -> None:
-        """Up to so many bytes, records are never copied: while they are not used, they take addresses only."""
+        """Up to ``room_bytes``, records are never copied: while they are not used, they take addresses only."""
         self._key_width, self._value_width = key_width, value_width
         packed = {"hash": _WORD, "key": key_width or 0, "value": value_width or 0}
         offsets = dict(zip(packed, np.cumsum([0, *packed.values()]).tolist(), strict=False))
@@ -77,7 +77,7 @@ class RowTable:
         self._grow(_MIN_ROWS)
 
     def _room_for(self, rows: int) -> npt.NDArray[np.uint64]:
-        """Records for so many rows, or for few if addresses are as scarce as memory."""
+        """Makes records for these rows, or for few if addresses are as scarce as memory."""
         try:
             return np.empty((max(_MIN_ROWS, rows), self._words), dtype=np.uint64)
         except MemoryError:
@@ -125,6 +125,11 @@ class RowTable:
             self._release(twins)
             self._write(rows, records, values)
         return rows
+
+    def add(self, hashes: Hashes, keys: Encoded) -> RowNumbers:
+        """Add the keys that are absent, and make room for them. Returns the row of each key."""
+        self.reserve(len(hashes))
+        return self.put(hashes, keys)
 
     def remove(self, hashes: Hashes, keys: Encoded) -> int:
         """Remove the keys, as far as they are there, and say how many were."""

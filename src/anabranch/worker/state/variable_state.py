@@ -23,14 +23,13 @@ from anabranch.worker.state.allocation import give_back_after
 from anabranch.worker.state.codec import batches_of
 from anabranch.worker.state.due_index import DueIndex
 from anabranch.worker.state.key_set import KeySet
-from anabranch.worker.state.layer import Layer, ValueLayer, make_layer, read_through
+from anabranch.worker.state.layer import Layer, ValueLayer, keys_in, make_layer, read_through
 from anabranch.worker.state.rows import Entries, Keys, Rows, VariableCodec
 from anabranch.worker.state.table import RowTable
 from anabranch.worker.stores import Store
 
 logger = logging.getLogger(__name__)
 
-_BATCH_ROWS = 1 << 16
 #: Keys of a new layer that are looked up, to estimate how many of them are new.
 _GROWTH_SAMPLES = 512
 
@@ -89,7 +88,7 @@ class VariableState:
     def add_layer(self, epoch: int, changes: pa.Table) -> None:
         """Make the changes of an epoch, ``layout.changes``, part of the state.
 
-        If nobody else holds them, they are let go of bit by bit: they are never here twice.
+        If the caller holds them no longer, their memory is freed bit by bit: they are never here twice.
         """
         self._check_new(epoch)
         due = self._due
@@ -116,7 +115,7 @@ class VariableState:
     def fold(self, up_to: int) -> None:
         """Merge the layers up to an epoch into the store, oldest first; older epochs can no longer be read.
 
-        Meant to run in a thread of its own. It waits for those who read older epochs; nobody waits for it, except that
+        Meant to run in a thread of its own. It waits for readers of older epochs; they do not wait for it, except that
         rows in memory change some milliseconds at a time. If it fails, nothing is lost: call it again.
         """
         with self._folding:
@@ -155,7 +154,8 @@ class VariableState:
         """
         seen = RowTable(self._shape.key_width, 0)
         if without is not None:
-            _add(seen, self._codec.encode_keys(without))
+            left_out = self._codec.encode_keys(without)
+            seen.add(left_out.hashes, left_out.keys)
         with self._reading(epoch) as layers:
             changed = self._changed_keys(layers, groups, seen)
             entries = read_through(changed, layers, self._store, self._shape)
@@ -181,8 +181,7 @@ class VariableState:
         with self._reading(epoch) as layers:
             keys = index.candidates(layers, groups, since, up_to)
             entries = read_through(keys, layers, self._store, self._shape)
-        of = keys.take(entries.index)
-        batches = self._codec.rows_of(Rows(of.hashes, of.keys, entries.subkeys, entries.values))
+        batches = self._codec.rows_of(keys.rows_of(entries))
         return batches if whole_keys else (batch.filter(event_time.is_over(batch, up_to)) for batch in batches)
 
     def latest(self, epoch: int, groups: Collection[int]) -> Iterator[pa.RecordBatch]:
@@ -192,12 +191,11 @@ class VariableState:
         """
         mine = self._latest.take(self._shape.chosen(groups)[self._shape.groups_of(self._latest.hashes)])
         distinct = RowTable(self._shape.key_width, 0)
-        _add(distinct, mine)
-        keys = Keys(distinct.hashes(distinct.rows()), distinct.keys(distinct.rows()))
+        distinct.add(mine.hashes, mine.keys)
+        keys = keys_in(distinct)
         with self._reading(epoch) as layers:
             entries = read_through(keys, layers, self._store, self._shape)
-        of = keys.take(entries.index)
-        return self._codec.rows_of(Rows(of.hashes, of.keys, entries.subkeys, entries.values))
+        return self._codec.rows_of(keys.rows_of(entries))
 
     def expect_unnoticed(self, groups: Collection[int]) -> None:
         """These key groups are in the store from now on, without having been loaded."""
@@ -215,7 +213,7 @@ class VariableState:
         return KeySet(self._codec, self._shape)
 
     def make_room(self, rows: int) -> None:
-        """So many rows are about to be loaded, as far as can be told."""
+        """Prepare the store for about this number of further rows."""
         self._store.make_room(rows)
 
     def load(self, changes: pa.Table) -> None:
@@ -339,7 +337,7 @@ class VariableState:
                 before = len(read_through(sample, layers, self._store, self._shape))
                 after = len(read_through(sample, (*layers, layer), self._store, self._shape))
         except WorkerError as error:
-            # An estimate is not worth an epoch. Whoever needs the state of these keys will say what is wrong.
+            # An estimate is not worth an epoch. The task that needs the state of these keys will get the error.
             logger.warning("how much state variable '%s' grows is not known: %s", self._name, error)
             return 0
         return round((after - before) * len(keys) / len(sample))
@@ -351,23 +349,16 @@ class VariableState:
             keys = layer.keys()
             if groups is not None:
                 keys = keys.take(self._shape.chosen(groups)[self._shape.groups_of(keys.hashes)])
-            _add(seen, keys)
+            seen.add(keys.hashes, keys.keys)
         added = np.setdiff1d(seen.rows(), before, assume_unique=True)
         return Keys(seen.hashes(added), seen.keys(added))
 
     def _batches(
         self, changed: Keys, entries: Entries, below: Iterator[Rows], seen: RowTable
     ) -> Iterator[pa.RecordBatch]:
-        for start in range(0, len(entries), _BATCH_ROWS):
-            part = entries.take(np.arange(start, min(start + _BATCH_ROWS, len(entries))))
-            keys = changed.take(part.index)
-            yield from self._codec.rows_of(Rows(keys.hashes, keys.keys, part.subkeys, part.values))
+        for part in entries.batches():
+            yield from self._codec.rows_of(changed.rows_of(part))
         for rows in below:
             rest = rows.take(seen.find(rows.hashes, rows.keys) < 0) if len(seen) else rows
             if len(rest):
                 yield from self._codec.rows_of(rest)
-
-
-def _add(table: RowTable, keys: Keys) -> None:
-    table.reserve(len(keys))
-    table.put(keys.hashes, keys.keys)

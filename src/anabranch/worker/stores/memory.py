@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from anabranch.core.schemas import Op, VariableKind
+from anabranch.core.schemas import Op, StageSpec, VariableKind
 from anabranch.worker.state.codec import from_objects, to_objects
-from anabranch.worker.state.read_write_lock import ReadWriteLock
 from anabranch.worker.state.rows import Changes, Entries, Keys, Rows, Shape
 from anabranch.worker.state.table import RowTable
+from anabranch.worker.stores import StorePlace
 
 #: Rows changed before readers are let in again: some milliseconds.
 _APPLY_ROWS = 1 << 15
@@ -26,6 +27,44 @@ _DROPPED_DIVISOR = 8
 
 #: The entries of a key: encoded value by encoded sub-key.
 _Dict = dict[bytes, bytes]
+
+
+class ReadWriteLock:
+    """Readers share it, a writer has it alone. A waiting writer goes before new readers, or it might never come."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._readers = 0
+        self._writing = False
+        self._writers_waiting = 0
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writing and not self._writers_waiting)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        with self._changed:
+            self._writers_waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._writing and not self._readers)
+            finally:
+                self._writers_waiting -= 1
+            self._writing = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
 
 
 class _RowsByGroup:
@@ -63,6 +102,21 @@ class _RowsByGroup:
         return np.concatenate(parts) if parts else self._rows[:0]
 
 
+class MemoryBackend:
+    """See Backend. There is nothing to share, and nothing that outlives a store."""
+
+    def __init__(self, place: StorePlace) -> None:
+        del place
+
+    def open(self, shape: Shape, job: str, stage: StageSpec, variable: str) -> MemoryStore:
+        del job, stage, variable
+        return MemoryStore(shape)
+
+    def close_job(self, job: str) -> None: ...
+
+    def wipe(self, job: str) -> None: ...
+
+
 class MemoryStore:
     """See Store."""
 
@@ -71,10 +125,10 @@ class MemoryStore:
         self._of_values = shape.kind is VariableKind.VALUE
         self._table = self._empty_table()
         self._entries = 0
-        #: Only if somebody has asked for the rows of key groups, and some of these have not changed since: a drain goes
-        #: through groups that do not change, a few at a time.
+        #: Made when the rows of key groups are asked for, and kept while some of these have not changed since: a drain
+        #: goes through groups that do not change, a few at a time.
         self._by_group: _RowsByGroup | None = None
-        #: Held by whoever changes the state, or needs it not to change for long, while others go on reading.
+        #: Held while the state changes, or must not change for long, while others go on reading.
         self._changing = threading.Lock()
         #: Held for writing while rows change in place.
         self._in_place = ReadWriteLock()
@@ -127,7 +181,9 @@ class MemoryStore:
             keys = Keys(self._table.hashes(rows), self._table.keys(rows))
             values = self._table.values(rows)
             entries = None if self._of_values else self._flat(np.arange(len(rows)), values)
-        return _batches(keys, values) if entries is None else _entry_batches(keys, entries)
+        if entries is not None:
+            return (keys.rows_of(part) for part in entries.batches())
+        return Rows(keys.hashes, keys.keys, np.empty((len(keys), 0), dtype=np.uint8), values).batches()
 
     def drop_groups(self, groups: Collection[int]) -> None:
         with self._changing:
@@ -137,8 +193,8 @@ class MemoryStore:
                 self._move_without(rows)
                 return
             keys = Keys(self._table.hashes(rows), self._table.keys(rows))
-            for start in range(0, len(keys), _APPLY_ROWS):
-                self._remove_keys(keys.take(np.arange(start, min(start + _APPLY_ROWS, len(keys)))))
+            for part in keys.batches(_APPLY_ROWS):
+                self._remove_keys(part)
 
     def rows(self, groups: Collection[int] | None = None) -> int:
         if groups is None:
@@ -152,13 +208,10 @@ class MemoryStore:
         with self._in_place.reading():
             return self._table.nbytes + (by_group.nbytes if by_group is not None else 0)
 
-    def close(self) -> None:
+    def destroy(self) -> None:
         with self._changing, self._in_place.writing():
             self._table, self._by_group = self._empty_table(), None
             self._entries = 0
-
-    def destroy(self) -> None:
-        self.close()
 
     def _empty_table(self) -> RowTable:
         value_width = self._shape.value_width if self._of_values else None
@@ -249,17 +302,3 @@ class MemoryStore:
             values = list(chain.from_iterable(map(dict.values, of_keys)))
             encoded = from_objects(values, self._shape.value_width)
         return Entries(np.repeat(index, counts), from_objects(subkeys, self._shape.subkey_width), encoded)
-
-
-def _batches(keys: Keys, values: npt.NDArray[np.generic]) -> Iterator[Rows]:
-    for start in range(0, len(keys), _BATCH_ROWS):
-        part = slice(start, start + _BATCH_ROWS)
-        hashes = keys.hashes[part]
-        yield Rows(hashes, keys.keys[part], np.empty((len(hashes), 0), dtype=np.uint8), values[part])
-
-
-def _entry_batches(keys: Keys, entries: Entries) -> Iterator[Rows]:
-    for start in range(0, len(entries), _BATCH_ROWS):
-        part = slice(start, start + _BATCH_ROWS)
-        of = keys.take(entries.index[part])
-        yield Rows(of.hashes, of.keys, entries.subkeys[part], entries.values[part])

@@ -1,9 +1,7 @@
-"""The remote store: state in a Redis that the workers of a job share, so that a rescale moves nothing.
+"""The store in a Redis that the workers of a job share, so that a rescale moves nothing: see SharedStore.
 
-Each key group is written by one worker at a time. Its rows live under an incarnation, a short text that is part of
-their Redis keys: a worker that takes over goes on with the same incarnation, and a key group that may be torn, because
-a worker was killed while it changed it, is filled again under a new one. Redis is a cache of the checkpoint like every
-store: rows carry versions, so that a Redis which lost or forgot something is noticed instead of read.
+The incarnation of a key group is part of its Redis keys. Redis is a cache of the checkpoint like every store: rows
+carry versions, so that a Redis which lost or forgot something is noticed instead of read.
 """
 
 from __future__ import annotations
@@ -12,16 +10,19 @@ import logging
 import re
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 from weakref import WeakSet
 
 import numpy as np
 
-from anabranch.core.errors import WorkerError
+from anabranch.checkpoint import paths
+from anabranch.core.errors import SettingsError, WorkerError
+from anabranch.core.ids import checked_job_id
+from anabranch.core.schemas import StageSpec
 from anabranch.worker.state.rows import Changes, Entries, Hashes, Keys, Rows, Shape
+from anabranch.worker.stores import StorePlace
 from anabranch.worker.stores.redis_connection import RedisConnection, connect, delete_prefix
 from anabranch.worker.stores.redis_rows import GroupPlace, GroupRows, Places
-
-__all__ = ["RedisConnection", "RedisStore", "connect", "delete_prefix"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,35 @@ _PREFIX = re.compile(r"[^{}]+")
 _INCARNATION = re.compile(r"[\w.-]+")
 
 
+class RedisBackend:
+    """See Backend."""
+
+    def __init__(self, place: StorePlace) -> None:
+        self._url = place.url
+
+    @cached_property
+    def connection(self) -> RedisConnection:
+        """All stores share one connection, which is made for the first of them."""
+        if not self._url:
+            raise SettingsError("The Redis store needs the address of a Redis; set anabranch.redisUrl.")
+        return connect(self._url)
+
+    def open(self, shape: Shape, job: str, stage: StageSpec, variable: str) -> RedisStore:
+        return RedisStore(shape, self.connection, f"{prefix_of(job)}:{stage.number}:{paths.safe_name(variable)}")
+
+    def close_job(self, job: str) -> None: ...
+
+    def wipe(self, job: str) -> None:
+        delete_prefix(self.connection, prefix_of(job))
+
+
+def prefix_of(job: str) -> str:
+    """What the names of everything that belongs to a job begin with."""
+    return f"anabranch:{checked_job_id(job)}"
+
+
 class RedisStore:
-    """See Store. It holds the key groups that it was told to use, and no others."""
+    """See SharedStore. It holds the key groups that it was told to use, and no others."""
 
     def __init__(self, shape: Shape, connection: RedisConnection, prefix: str) -> None:
         if not _PREFIX.fullmatch(prefix):
@@ -44,17 +72,12 @@ class RedisStore:
         self._rows = GroupRows(shape, connection)
         #: The key groups in use. Replaced as a whole, never changed, so that readers need no lock.
         self._places: Places = {}
-        #: Held by whoever changes the state, or needs it not to change. Readers of keys never wait for it.
+        #: Held while the state changes, or must not change. Readers of keys never wait for it.
         self._changing = threading.Lock()
         #: Those which somebody still consumes.
         self._snapshots: WeakSet[_Snapshot] = WeakSet()
 
     def use(self, groups: Collection[int], incarnation: str) -> frozenset[int]:
-        """From now on these key groups live under this incarnation.
-
-        Those of which Redis has nothing under it are returned: they are empty, and to be filled from the checkpoint.
-        What this store used under another incarnation is removed.
-        """
         if not _INCARNATION.fullmatch(incarnation):
             raise WorkerError(f"{incarnation!r} is no incarnation; use letters, digits, dots, dashes and underscores.")
         strange = [group for group in groups if not 0 <= group < self._shape.key_groups]
@@ -73,11 +96,9 @@ class RedisStore:
 
     @property
     def is_lost(self) -> bool:
-        """Whether some key group in use is of no use any more: it has to be filled again under another incarnation."""
         return any(place.is_lost for place in self._places.values())
 
     def look(self) -> None:
-        """Find out whether Redis still has all key groups in use: see ``is_lost``. An error if it cannot be asked."""
         try:
             self.rows()
         except WorkerError:
@@ -85,11 +106,9 @@ class RedisStore:
                 raise
 
     def versions(self, groups: Collection[int]) -> dict[int, int]:
-        """The versions of those of these key groups that are in use."""
         return {place.group: place.version for place in self._in_use(groups)}
 
     def hand_over(self, groups: Collection[int]) -> None:
-        """Forget these key groups, and leave them in Redis: another worker goes on with them."""
         with self._changing:
             self._keep_for_snapshots(groups)
             self._forget(groups)
@@ -128,11 +147,6 @@ class RedisStore:
     def size_bytes(self) -> int:
         """The memory that the key groups in use take in Redis, about."""
         return self._rows.size_bytes(list(self._places.values()))
-
-    def close(self) -> None:
-        """Forget all key groups, and leave them in Redis."""
-        with self._changing:
-            self._places = {}
 
     def destroy(self) -> None:
         """Remove all key groups in use from Redis; if it cannot be reached, ``delete_prefix`` does it later."""
@@ -187,7 +201,7 @@ class _Snapshot:
     def keep(self, groups: Collection[int]) -> None:
         """Read those of these key groups that are unread. The caller holds the lock.
 
-        An error is for whoever consumes the snapshot, not for who changes the state.
+        An error goes to the thread that consumes the snapshot, not to the one that changes the state.
         """
         wanted = [self._unread[group] for group in set(groups) if group in self._unread]
         try:
@@ -207,8 +221,7 @@ class _Snapshot:
                     rows = self._read(next(_steps(list(self._unread.values()))))
                 else:
                     return
-            for start in range(0, len(rows), _BATCH_ROWS):
-                yield rows.take(np.arange(start, min(start + _BATCH_ROWS, len(rows))))
+            yield from rows.batches(_BATCH_ROWS)
 
     def _read(self, places: Sequence[GroupPlace]) -> Rows:
         rows = self._rows.all_of(places)

@@ -248,7 +248,7 @@ class _Outage:
     def may_wait(self) -> bool:
         """Notes that Redis is away; returns whether to try again."""
         now_s = time.monotonic()
-        # An outage of which nobody has heard for long may have been over since.
+        # An outage that no thread has met for long may have been over since.
         if self._since_s is None or now_s - self._last_s > self._patience_s:
             self._since_s = now_s
         self._last_s = now_s

@@ -183,7 +183,7 @@ class GroupRows:
 
     def _read_fields(self, fields: Encoded, groups: Groups, places: Places) -> Entries:
         """The entries of keys that are ordered by key group, in no order."""
-        parts = _Parts()
+        parts = _Answers()
         wanted = list(_cuts(groups, _sizes(fields)))
         while wanted:
             commands = [self._read_command(places[int(groups[start])], fields[start:end]) for start, end in wanted]
@@ -293,7 +293,7 @@ class GroupRows:
         return [list(members) for members in found]
 
 
-class _Parts:
+class _Answers:
     """Answers to reads, until all of them are there."""
 
     def __init__(self) -> None:

@@ -19,9 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import rocksdict
 
-from anabranch.core.schemas import Op, VariableKind
+from anabranch.checkpoint import paths
+from anabranch.core.errors import SettingsError
+from anabranch.core.ids import checked_job_id
+from anabranch.core.schemas import Op, StageSpec, VariableKind
 from anabranch.worker.state.codec import from_objects, to_objects
 from anabranch.worker.state.rows import Changes, Entries, Hashes, Keys, Rows, Shape
+from anabranch.worker.stores import StorePlace
 
 _BLOCK_CACHE_BYTES = 256 << 20
 _WRITE_BUFFER_BYTES = 32 << 20
@@ -39,6 +43,26 @@ _HASH = slice(2, 10)
 _LENGTH = slice(10, 14)  #: only of keys that vary in width
 
 
+class RocksBackend:
+    """See Backend: a folder for each job in the worker's directory."""
+
+    def __init__(self, place: StorePlace) -> None:
+        self._directory = place.directory
+
+    def open(self, shape: Shape, job: str, stage: StageSpec, variable: str) -> RocksStore:
+        return RocksStore(shape, self._folder(job) / paths.safe_name(stage.name) / paths.safe_name(variable))
+
+    def close_job(self, job: str) -> None:
+        shutil.rmtree(self._folder(job), ignore_errors=True)
+
+    def wipe(self, job: str) -> None: ...
+
+    def _folder(self, job: str) -> Path:
+        if self._directory is None:
+            raise SettingsError("The RocksDB store needs a directory for its files; name one.")
+        return self._directory / checked_job_id(job)
+
+
 class RocksStore:
     """See Store."""
 
@@ -53,7 +77,7 @@ class RocksStore:
         self._db.set_write_options(_without_log())
         #: Entries of each key group: RocksDB itself only has an estimate.
         self._counts = np.zeros(shape.key_groups, dtype=np.int64)
-        #: Held by whoever changes the state. Readers never wait for it.
+        #: Held while the state changes. Readers never wait for it.
         self._changing = threading.Lock()
 
     def read(self, keys: Keys) -> Entries:
@@ -106,12 +130,9 @@ class RocksStore:
         names = ("rocksdb.total-sst-files-size", "rocksdb.cur-size-all-mem-tables")
         return sum(self._db.property_int_value(name) or 0 for name in names)
 
-    def close(self) -> None:
-        with self._changing, suppress(rocksdict.DbClosedError):  # twice is no error
-            self._db.close()
-
     def destroy(self) -> None:
-        self.close()
+        with self._changing, suppress(rocksdict.DbClosedError):
+            self._db.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _get(self, rows: Sequence[bytes]) -> list[bytes | None]:

@@ -1,1 +1,1 @@
-"""How key groups and their state come to a worker: ownership, sources, fetches and the drain."""
+"""How key groups and their state come to a worker: ownership, sources, transfers and the drain."""

@@ -1,4 +1,4 @@
-"""The drain: brings what is missing of adopted key groups in the background, out of the way of epochs.
+"""The drain: brings what is missing of key groups in the background, out of the way of epochs.
 
 Between epochs it goes on freely. While an epoch runs, it brings no more rows than the driver allows for that epoch: the
 driver sees how long epochs take, and paces the drain so that they stay as short as before.
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 #: What a Begin says if the drain need not mind epochs.
 NO_LIMIT = -1
-#: How long a step should take; so many key groups are brought at a time.
+#: How long a step should take: the number of key groups that are brought at a time follows from it.
 _STEP_S = 0.03
 _GROUPS_MIN, _GROUPS_MAX = 1, 256
 _GROUPS_AT_FIRST = 8
@@ -52,7 +52,7 @@ class Drain:
         rows: Callable[[], int],
         scheduler: Scheduler = THREADS,
     ) -> None:
-        """``prepare``: what comes before each step; ``choose``: what to bring then, so many key groups at most;
+        """``prepare``: what comes before each step; ``choose``: what to bring then, up to a number of key groups;
         ``rows``: how many rows have been brought."""
         self._scheduler = scheduler
         self._prepare = prepare
@@ -77,7 +77,7 @@ class Drain:
                 self._thread = self._scheduler.start(self._run, name="drain")
 
     def begin_epoch(self, rows: int) -> None:
-        """An epoch runs; bring so many rows at most until it ends."""
+        """An epoch runs; bring no more than these rows until it ends."""
         with self._wake:
             self._epoch_until_s = self._scheduler.monotonic_s() + _EPOCH_MAX_S
             self._allowed = rows
@@ -105,7 +105,7 @@ class Drain:
             return not self._stopped
 
     def stop(self) -> None:
-        """No more steps, and nobody waits any longer."""
+        """Take no more steps, and let no one wait any longer."""
         with self._wake:
             self._stopped = True
             self._wake.notify_all()
@@ -152,8 +152,8 @@ class Drain:
             self._prepare()
             arriving.drain(groups, can_wait=True)
         except Exception as error:
-            # Any at all, or the migration would never end. Whoever needs the state meets the same error and reports it;
-            # it may be over by the next try.
+            # Any at all, or the migration would never end. A task that needs the state meets the same error, and
+            # reports it; it may be over by the next try.
             unexpected = not isinstance(error, AnabranchError)
             logger.warning("state cannot be brought yet: %s", error or type(error).__name__, exc_info=unexpected)
             self._rest(_RETRY_S)

@@ -1,4 +1,4 @@
-"""What a worker holds of a job: its key groups, which of them are still on their way, and which it keeps for others."""
+"""Ownership: the key groups of a job that a worker holds, awaits, and keeps for others."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from anabranch.core.eventtime import EventTime
 from anabranch.core.keygroups import key_groups_of
 from anabranch.runtime.scheduler import Scheduler
 from anabranch.runtime.threads import THREADS
+from anabranch.worker.state.rows import Hashes
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.transfer.checkpoint_transfer import Brought, CheckpointTransfer
 from anabranch.worker.transfer.drain import Drain
-from anabranch.worker.transfer.peer_transfer import FrozenSource, PeerTransfer
-from anabranch.worker.transfer.sources import Hashes, Origin
+from anabranch.worker.transfer.group_transfer import Brought, GroupTransfer
+from anabranch.worker.transfer.sources import StateSource
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +29,19 @@ Variable = tuple[int, str]
 
 #: What counts of the load of earlier epochs, when an epoch begins.
 _LOAD_DECAY = 0.8
-#: For so many times the rows that seem to come, room is made: key groups differ.
+#: Room is made for this multiple of the rows that seem to come: key groups differ.
 _ROOM = 1.1
 
 
 @dataclass(frozen=True)
-class Sources:
-    """Where key groups that are not here come from."""
+class GroupSources:
+    """Where the key groups that a worker gains come from."""
 
-    #: A variable's state in the checkpoint, for some key groups.
-    checkpoint: Callable[[Variable, Collection[int]], Origin]
-    #: By former owner: its frozen copy of a variable, and the key groups that come from there.
-    peers: Mapping[str, tuple[Callable[[Variable], FrozenSource], frozenset[int]]] = field(default_factory=dict)
-    #: Key groups that are here already: in a store that their former owner shares with this worker.
+    #: Makes the source of a variable's state in the checkpoint, for some key groups.
+    checkpoint: Callable[[Variable, Collection[int]], StateSource]
+    #: By old owner: makes the source of a variable's state there, and the key groups that come from it.
+    peers: Mapping[str, tuple[Callable[[Variable], StateSource], frozenset[int]]] = field(default_factory=dict)
+    #: Key groups that need not come: they are in a store that their old owner shares with this worker.
     shared: frozenset[int] = frozenset()
 
 
@@ -55,21 +55,21 @@ class GroupOwnership:
         self._scheduler = scheduler
         self._key_groups = key_groups
         self._lock = scheduler.lock()
-        #: Held while groups that nobody needs any more are removed, which takes a while.
+        #: Held while groups that are not needed any more are removed, which takes a while.
         self._dropping = scheduler.lock()
         self._groups: frozenset[int] = frozenset()
         #: The same, by key group.
         self._held = np.zeros(key_groups, dtype=np.bool_)
         #: Key groups that others own now and may still read here, each with the epoch as of which it was frozen.
         self._frozen: dict[int, int] = {}
-        #: Key groups that could not be removed: something of them is still in the stores, and belongs to nobody.
+        #: Key groups that could not be removed: something of them is still in the stores, and must not be read.
         self._left_over: frozenset[int] = frozenset()
-        self._arriving: dict[Variable, list[CheckpointTransfer | PeerTransfer]] = {}
-        #: Those whose source may not have frozen anything yet.
-        self._not_yet: list[CheckpointTransfer | PeerTransfer] = []
+        self._arriving: dict[Variable, list[GroupTransfer]] = {}
+        #: Transfers whose old owner may not have frozen anything yet.
+        self._not_yet: list[GroupTransfer] = []
         #: Whether state that its former owner keeps is also brought in the background.
         self.drains_migrations = True
-        #: What adoptions that are over have brought.
+        #: What transfers that are over have brought.
         self._brought = Brought()
         #: By key group: keys asked for lately, and rows that tasks had beyond one for each of them.
         self._load: npt.NDArray[np.float64] = np.zeros(key_groups)
@@ -85,35 +85,35 @@ class GroupOwnership:
         return dict(self._frozen)
 
     def assign(
-        self, groups: Collection[int], sources: Sources, *, freeze_as_of: int | None = None
+        self, groups: Collection[int], sources: GroupSources, *, freeze_as_of: int | None = None
     ) -> tuple[frozenset[int], frozenset[int]]:
-        """Hold exactly these key groups, and adopt those that are not here. Returns those that came and that went.
+        """Hold exactly these key groups, and begin to bring those that are not here. Returns the gained and the left.
 
-        Those that go are kept for their new owners if ``freeze_as_of`` is an epoch; else they are forgotten, and so are
-        those that were kept before.
+        Those that are left are kept for their new owners if ``freeze_as_of`` is an epoch; else they are forgotten, and
+        so are those that were kept before.
         """
         with self._dropping, self._lock:
             wanted = frozenset(groups)
-            left, adopted = self._groups - wanted, wanted - self._groups
-            self._forget(adopted & self._left_over)
-            self._left_over -= adopted
+            left, gained = self._groups - wanted, wanted - self._groups
+            self._forget(gained & self._left_over)
+            self._left_over -= gained
             if freeze_as_of is None:
                 self._forget(left | self._frozen.keys())
             else:
                 # What comes back within the same epoch is what was frozen; else its owner has changed it since.
-                returning = {group for group in adopted if group in self._frozen}
+                returning = {group for group in gained if group in self._frozen}
                 unchanged = {group for group in returning if self._frozen[group] == freeze_as_of}
                 self._forget(returning - unchanged)
-                adopted -= unchanged
+                gained -= unchanged
                 self._frozen = {group: as_of for group, as_of in self._frozen.items() if group not in unchanged}
                 self._frozen |= dict.fromkeys(left, freeze_as_of)
             for variable, arriving in self._arriving.items():
                 # Their files may be cleaned up from now on; those that the driver names are kept for us.
                 for each in arriving:
                     each.redirect(partial(sources.checkpoint, variable))
-            self._adopt(adopted - sources.shared, sources)
+            self._begin_transfers(gained - sources.shared, sources)
             self._hold(wanted)
-        return adopted, left
+        return gained, left
 
     def give_up(self, groups: Collection[int]) -> None:
         """Forget these key groups. What is on its way for others goes on: their files are used until an assignment."""
@@ -141,7 +141,7 @@ class GroupOwnership:
             each.fetch(hashes, keys)
 
     def add_load(self, groups: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
-        """Tasks have had so many rows of these key groups, besides the keys that they ask for."""
+        """Note rows of these key groups that tasks have had, besides the keys that they ask for."""
         if len(groups) and (groups.min() < 0 or groups.max() >= self._key_groups):
             raise WorkerError(f"There are only {self._key_groups} key groups. Run the same version everywhere.")
         self._load += np.bincount(groups, weights=rows, minlength=self._key_groups)
@@ -205,7 +205,7 @@ class GroupOwnership:
         return frozenset(group for each in self._arriving.get(variable, ()) for group in each.pending)
 
     def progress(self, assignment: int) -> TransferProgress:
-        """How far the adoptions of an assignment are, and what they have brought: on demand, and by the drain."""
+        """How far the transfers of an assignment are, and what they have brought: on demand, and by the drain."""
         with self._lock:
             pending = {group for each in self._all() for group in each.pending}
             total = self._total()
@@ -240,27 +240,30 @@ class GroupOwnership:
         held[list(groups)] = True
         self._held = held
 
-    def _adopt(self, groups: frozenset[int], sources: Sources) -> None:
+    def _begin_transfers(self, groups: frozenset[int], sources: GroupSources) -> None:
         rest = groups
         for make_source, offered in sources.peers.values():
-            migrating = rest & offered
-            rest -= migrating
-            for variable, state in self._states.items() if migrating else ():
-                make_origin = partial(sources.checkpoint, variable)
-                migration = PeerTransfer(
-                    state, make_source(variable), make_origin, migrating, self._key_groups, self._scheduler
-                )
-                self._not_yet.append(migration)
-                self._arriving.setdefault(variable, []).append(migration)
-        for variable, state in self._states.items() if rest else ():
-            origin = sources.checkpoint(variable, rest)
-            adoption = CheckpointTransfer(state, origin, rest, self._key_groups, scheduler=self._scheduler)
-            self._arriving.setdefault(variable, []).append(adoption)
+            for variable in self._states if rest & offered else ():
+                transfer = self._begin_transfer(variable, rest & offered, sources, make_source(variable))
+                self._not_yet.append(transfer)
+            rest -= offered
+        for variable in self._states if rest else ():
+            self._begin_transfer(variable, rest, sources)
+
+    def _begin_transfer(
+        self, variable: Variable, groups: frozenset[int], sources: GroupSources, peer: StateSource | None = None
+    ) -> GroupTransfer:
+        checkpoint = partial(sources.checkpoint, variable)
+        transfer = GroupTransfer(
+            self._states[variable], groups, self._key_groups, checkpoint, peer=peer, scheduler=self._scheduler
+        )
+        self._arriving.setdefault(variable, []).append(transfer)
+        return transfer
 
     def _forget(self, groups: Collection[int]) -> None:
         if not groups:
             return
-        # First of all, so that nobody takes what is missing for something that does not exist.
+        # First of all: what is missing must not be taken for something that does not exist.
         self._frozen = {group: as_of for group, as_of in self._frozen.items() if group not in groups}
         for each in self._all():
             each.forget(groups)
@@ -280,7 +283,7 @@ class GroupOwnership:
         if not self._held[list(groups)].all():
             raise WorkerError("Some key groups are not held by this worker. The task has an old route: run it again.")
 
-    def _all(self) -> list[CheckpointTransfer | PeerTransfer]:
+    def _all(self) -> list[GroupTransfer]:
         return [each for of_variable in self._arriving.values() for each in of_variable]
 
     def _total(self) -> Brought:
@@ -306,10 +309,10 @@ class GroupOwnership:
         try:
             self._scheduler.in_background(partial(self._states[variable].make_room, rows))
         except (MemoryError, WorkerError) as error:
-            # It was an estimate. If it is right, whoever loads a row that has no place will say so.
+            # It was an estimate. If it is right, loading a row that has no place will fail and say so.
             logger.warning("no room for %d rows of %s at once: %s", rows, variable[1], error or "not enough memory")
 
-    def _choose(self, count: int) -> tuple[CheckpointTransfer | PeerTransfer, list[int]] | None:
+    def _choose(self, count: int) -> tuple[GroupTransfer, list[int]] | None:
         """What the drain brings next: the key groups that are asked for most."""
         with self._lock:
             self._let_go()
@@ -319,13 +322,13 @@ class GroupOwnership:
             pending = unfinished[0].pending
         return unfinished[0], sorted(pending, key=lambda group: -self._load[group])[:count]
 
-    def _may_drain(self, arriving: CheckpointTransfer | PeerTransfer) -> bool:
-        if isinstance(arriving, PeerTransfer) and not self.drains_migrations:
+    def _may_drain(self, arriving: GroupTransfer) -> bool:
+        if arriving.is_from_peer and not self.drains_migrations:
             return False
         return arriving not in self._not_yet
 
     def _let_go(self) -> None:
-        """Of adoptions that are over, and of what they keep of their origin."""
+        """Let go of transfers that are over, and of what they keep of their source."""
         over = [each for each in self._all() if not each.pending]
         for each in over:
             self._brought.add(each.brought)

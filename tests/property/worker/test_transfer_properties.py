@@ -15,9 +15,9 @@ from anabranch.core.ids import StageNumber, WorkerId
 from anabranch.core.schemas import HASH, INDEX, POSITION, Layout, Op, VariableKind, VariableSpec
 from anabranch.core.state_files import ChangeFile
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores import open_store
-from anabranch.worker.transfer.checkpoint_transfer import CheckpointTransfer
-from anabranch.worker.transfer.sources import CheckpointOrigin
+from anabranch.worker.transfer.group_transfer import GroupTransfer
+from anabranch.worker.transfer.sources import CheckpointSource
+from support.stores import open_store
 
 GROUPS = 8
 KEYS = range(12)
@@ -57,11 +57,11 @@ def entries(state: VariableState, epoch: int) -> list[tuple[Any, ...]]:
 
 
 class Pair:
-    """The same state twice: there from the start, and adopted from files."""
+    """The same state twice: there from the start, and arrived from files."""
 
     def __init__(self, layout: Layout, stores: str, folder: Path, epochs: list[pa.Table], groups: set[int]) -> None:
         self.layout = layout
-        self.whole, self.adopted = (
+        self.whole, self.arrived = (
             VariableState(layout, GROUPS, open_store(stores, layout, GROUPS, folder / name)) for name in ("a", "b")
         )
         storage = Storage(str(folder / "checkpoint"), durable=False)
@@ -72,36 +72,39 @@ class Pair:
             files.append(ChangeFile(StageNumber(1), "v", WorkerId("w"), path, *written))
             mine = [g in groups for g in (table.column(HASH).to_numpy() % GROUPS).tolist()]
             self.whole.load(table.filter(pa.array(mine, pa.bool_())))
-        self.adoption = CheckpointTransfer(
-            self.adopted, CheckpointOrigin(storage, layout, groups, [], files), sorted(groups), GROUPS
+        self.transfer = GroupTransfer(
+            self.arrived,
+            sorted(groups),
+            GROUPS,
+            lambda groups: CheckpointSource(storage, layout, GROUPS, groups, [], files),
         )
 
     def read(self, keys: list[int], epoch: int) -> None:
         table = pa.table(
             [pa.array([hash_of(key) for key in keys], pa.int64()), pa.array(keys, pa.int64())], schema=self.layout.keys
         )
-        self.adoption.fetch(table.column(HASH).to_numpy())
-        whole, adopted = (state.read(table, epoch).to_pydict() for state in (self.whole, self.adopted))
+        self.transfer.fetch(table.column(HASH).to_numpy(), table)
+        whole, arrived = (state.read(table, epoch).to_pydict() for state in (self.whole, self.arrived))
         order = POSITION if POSITION in whole else INDEX
-        assert sorted(zip(*whole.values(), strict=True)) == sorted(zip(*adopted.values(), strict=True)), order
+        assert sorted(zip(*whole.values(), strict=True)) == sorted(zip(*arrived.values(), strict=True)), order
 
     def write(self, epoch: int, changes: pa.Table) -> None:
-        self.adoption.fetch(changes.column(HASH).to_numpy())
-        for state in (self.whole, self.adopted):
+        self.transfer.fetch(changes.column(HASH).to_numpy(), changes)
+        for state in (self.whole, self.arrived):
             state.add_layer(epoch, changes)
 
     def check(self, epoch: int) -> None:
         """What has arrived is right, and after a drain of everything nothing is missing or doubled."""
-        assert set(entries(self.adopted, epoch)) <= set(entries(self.whole, epoch))
+        assert set(entries(self.arrived, epoch)) <= set(entries(self.whole, epoch))
 
     def drain(self, groups: list[int]) -> None:
-        self.adoption.drain(groups)
-        assert not set(groups) & set(self.adoption.pending)
+        self.transfer.drain(groups)
+        assert not set(groups) & set(self.transfer.pending)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), kind=st.sampled_from(KINDS), store=st.sampled_from(["memory", "memory", "rocksdb"]))
-def test_adopted_state_is_what_it_would_have_been(data: st.DataObject, kind: VariableKind, store: str) -> None:
+def test_arrived_state_is_what_it_would_have_been(data: st.DataObject, kind: VariableKind, store: str) -> None:
     layout = layout_of(kind)
     epochs = data.draw(st.lists(changes_of(layout), max_size=3))
     groups = data.draw(st.sets(st.integers(0, GROUPS - 1), min_size=1))
@@ -121,16 +124,16 @@ def test_adopted_state_is_what_it_would_have_been(data: st.DataObject, kind: Var
                 case "drain":
                     pair.drain(sorted(data.draw(st.sets(st.sampled_from(sorted(groups))))))
                 case "fold":
-                    for state in (pair.whole, pair.adopted):
+                    for state in (pair.whole, pair.arrived):
                         state.fold(epoch)
                 case "roll back" if epoch and (pair.whole.oldest or 0) < epoch:
                     epoch -= 1
-                    for state in (pair.whole, pair.adopted):
+                    for state in (pair.whole, pair.arrived):
                         state.drop_layers_after(epoch)
             pair.check(epoch)
         pair.drain(sorted(groups))
-        assert entries(pair.adopted, epoch) == entries(pair.whole, epoch)
-        for state in (pair.whole, pair.adopted):
+        assert entries(pair.arrived, epoch) == entries(pair.whole, epoch)
+        for state in (pair.whole, pair.arrived):
             state.close()
 
 
@@ -145,13 +148,14 @@ def test_fetching_brings_the_wanted_keys_and_hardly_any_others(tmp_path: Path) -
     written = write_changes(storage, "anabranch/changes/x.parquet", layout, GROUPS, table)
     file = ChangeFile(StageNumber(1), "v", WorkerId("w"), "anabranch/changes/x.parquet", *written)
     state = VariableState(layout, GROUPS, open_store("memory", layout, GROUPS, None))
-    adoption = CheckpointTransfer(
-        state, CheckpointOrigin(storage, layout, range(GROUPS), [], [file]), range(GROUPS), GROUPS
+    transfer = GroupTransfer(
+        state, range(GROUPS), GROUPS, lambda groups: CheckpointSource(storage, layout, GROUPS, groups, [], [file])
     )
-    adoption.fetch(hashes[:500])
+    first = table.slice(0, 500)
+    transfer.fetch(hashes[:500], first)
     assert 500 <= state.rows() < 1000
-    adoption.fetch(hashes[:500])
-    assert adoption.brought.fetched_rows == state.rows()
-    adoption.drain(range(GROUPS))
+    transfer.fetch(hashes[:500], first)
+    assert transfer.brought.fetched_rows == state.rows()
+    transfer.drain(range(GROUPS))
     assert state.rows() == count
-    assert adoption.brought.fetched_rows + adoption.brought.drained_rows == count
+    assert transfer.brought.fetched_rows + transfer.brought.drained_rows == count

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 from anabranch.core.answers import SharedOffer
-from anabranch.core.errors import WorkerError
-from anabranch.core.ids import checked_job_id
 from anabranch.worker.state.variable_state import VariableState
-from anabranch.worker.stores.redis import RedisConnection, RedisStore, delete_prefix
-
-
-def prefix_of(job: str) -> str:
-    """What the names of everything that belongs to a job begin with."""
-    return f"anabranch:{checked_job_id(job)}"
-
-
-def wipe(connection: RedisConnection, job: str) -> None:
-    """Remove all that is left of a job. No worker may be using it."""
-    delete_prefix(connection, prefix_of(job))
+from anabranch.worker.stores import SharedStore
 
 
 class SharedState:
     """The key groups of a job that this worker uses in the shared store."""
 
-    def __init__(self, states: Iterable[VariableState], stores: Iterable[RedisStore]) -> None:
+    def __init__(self, states: Iterable[VariableState], stores: Iterable[SharedStore]) -> None:
         self._states = list(states)
         self._stores = list(stores)
         self._incarnations: dict[int, str] = {}
@@ -106,11 +93,3 @@ class SharedState:
         for store in self._stores:
             total.update(store.versions(groups))
         return total
-
-
-def refuse_shared(offers: Collection[Any]) -> None:
-    if offers:
-        raise WorkerError(
-            "This worker keeps state for itself, and was given key groups of a shared store. Start all workers of a "
-            "job with the same --store."
-        )
