@@ -51,5 +51,7 @@ def registered() -> Iterator[Counter[str]]:
         return CountingBackend(place, applied)
 
     stores.register(StoreKind(NAME, backend))
-    yield applied
-    stores._KINDS.pop(NAME)
+    try:
+        yield applied
+    finally:
+        stores.unregister(NAME)

@@ -37,5 +37,7 @@ def registered() -> Iterator[Counter[str]]:
     """The strategy is known meanwhile. Gives how often it was asked for a rescale, and how often one took effect."""
     seen: Counter[str] = Counter()
     strategies.register(NAME, lambda: Counted(seen))
-    yield seen
-    strategies._KINDS.pop(NAME)
+    try:
+        yield seen
+    finally:
+        strategies.unregister(NAME)

@@ -38,7 +38,7 @@ def test_a_strategy_of_ones_own_is_registered_and_follows_the_changes_of_a_job(m
         run(coordinator, 0)
         assert handle.wait(10)
         assert seen["changed"] == 1
-        assert coordinator.cluster.migrations.to_json()[-1]["strategy"] == NAME
+        assert coordinator.cluster.migrations.reports()[-1].strategy == NAME
     assert NAME not in MIGRATIONS
 
 

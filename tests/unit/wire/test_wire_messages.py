@@ -102,7 +102,7 @@ ANSWERS: dict[type[Request[Any]], Any] = {
         files=((Epoch(1), CHANGES), (Epoch(2), CHANGES)),
         rows=3,
         variables=(answers.VariableChanges(**PLACE, put=2, removed=1),),
-        late=(answers.LateRows(stage=StageNumber(1), rows=2),),
+        late=(answers.DroppedRows(stage=StageNumber(1), rows=2),),
     ),
     requests.Flush: answers.Flushed(files=((Epoch(1), CHANGES),)),
     requests.Describe: answers.HeldState(

@@ -24,6 +24,11 @@ def register(name: str, make: Callable[[], MigrationStrategy]) -> None:
     _KINDS[name] = make
 
 
+def unregister(name: str) -> None:
+    """Forgets a strategy that was made known, for example by a test."""
+    del _KINDS[name]
+
+
 register(LazyMigration.name, LazyMigration)
 register(EagerMigration.name, EagerMigration)
 register(RestartMigration.name, RestartMigration)

@@ -159,6 +159,11 @@ def register(kind: StoreKind) -> None:
     _KINDS[kind.name] = kind
 
 
+def unregister(name: str) -> None:
+    """Forgets a kind of store that was made known, for example by a test."""
+    del _KINDS[name]
+
+
 register(StoreKind("memory", _memory))
 register(StoreKind("rocksdb", _rocksdb, needs_directory=True))
 register(
