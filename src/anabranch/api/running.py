@@ -147,7 +147,7 @@ class Running:
     def completed(self, reports: Iterable[StreamingQueryProgress]) -> list[StreamingQueryProgress]:
         """Spark's reports with what it does not know of. How large the state is, is as of now."""
         self._look_at_state()
-        epochs = {report.epoch: report for report in self.loop.reports}
+        epochs = {report.epoch: report for report in tuple(self.loop.reports)}  # copied at once: epochs go on
         parallelism = {int(stage): number for stage, number in self.coordinator.parallelism.items()}
         completed = []
         for report in reports:

@@ -86,7 +86,10 @@ def start_query(query: QuerySpec) -> StreamQuery:
     location = qualified(spark, place, what="The checkpoint", error=CheckpointError)
     partitions = settings.parallelism or max(spark.sparkContext.defaultParallelism, 1)
     parallelism = {stage.spec.number: stage.parallelism or partitions for stage in query.pipeline.stateful_stages}
-    strategy = strategy_of(settings.migration, store_is_shared=store_kind(settings.store).is_shared)
+    kind = store_kind(settings.store)
+    if not settings.worker_addresses:
+        kind.check_installed()  # before the checkpoint is claimed: that stops a driver which may be running on it
+    strategy = strategy_of(settings.migration, store_is_shared=kind.is_shared)
     # A query that is rescaled by a restart is launched again, with other settings.
     launch = partial(_launch, query, strategy, location, partitions)
     handle = StreamQuery(
@@ -209,12 +212,9 @@ def _start_coordinator(
         state_location=settings.state_location,
         interval_s=settings.checkpoint_interval_s,
     )
-    kind = store_kind(settings.store)
-    if not settings.worker_addresses:
-        kind.check_installed()
     workers = EmbeddedWorkers(
         store=settings.store,
-        redis_url=kind.url_of(settings),
+        redis_url=store_kind(settings.store).url_of(settings),
         state_path=settings.state_path,
         log_path=settings.log_path,
         credentials=Credentials.of(settings),

@@ -240,7 +240,7 @@ class TransactionMachine:
             return self._stage(request)
         attempt, parts = request.staged, self.parts.get(request.staged, 0)
         is_repeated = request.chunk < parts
-        if self.prepared is not None and not (is_repeated and self.staged[attempt]):
+        if self.prepared is not None and not (is_repeated and self.staged.get(attempt)):
             return [self._already_prepared(request)]
         if attempt not in self.staged or request.chunk > parts:
             message = f"Changes of {attempt} are missing before part {request.chunk}. Let the task run again."

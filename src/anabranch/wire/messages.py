@@ -75,7 +75,7 @@ def decode_ticket(document: Any) -> Request[Any]:
 def _converted(document: Any, wanted: Any, what: str) -> Any:
     try:
         return msgspec.convert(document, wanted, dec_hook=_decoded)
-    except (msgspec.ValidationError, pa.ArrowException, OSError) as error:
+    except (msgspec.ValidationError, UnicodeError, pa.ArrowException, OSError) as error:
         raise WorkerError(f"{what} cannot be read: {error}. Run the same version of anabranch everywhere.") from None
 
 

@@ -112,6 +112,7 @@ def test_a_prepared_epoch_takes_no_more_changes(worker: Worker) -> None:
     assert worker.refuses(worker.stage(TWO)) is Refusal.WRONG_STEP
     assert worker.refuses(worker.stage(ONE)) is Refusal.WRONG_STEP
     assert worker.refuses(worker.seal(TWO, 0, 0)) is Refusal.WRONG_STEP
+    assert worker.refuses(worker.of(Write, 0, 0, **TWO._asdict(), chunk=-1, last=False)) is Refusal.WRONG_STEP
     assert worker.of(Commit, 0, 0) == [AddLayer(Epoch(0))]
 
 

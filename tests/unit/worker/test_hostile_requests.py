@@ -272,6 +272,7 @@ WRONG_HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
     "a number that is too large": ("open_job", open_job(committed_epoch=10**30)),
     "a text for a number": ("open_job", open_job(key_groups="16")),
     "an unknown field": ("open_job", open_job(password="x")),
+    "an unknown field whose name is no text": ("open_job", open_job(**{"\ud800": 1})),
     "very many unknown fields": ("open_job", open_job(**{f"field {n}": n for n in range(9_999)})),
     "an attempt of two numbers": ("prepare", {"epoch": 2, "run": 2, "chosen": [[1, 2]]}),
     "a file that is none": (

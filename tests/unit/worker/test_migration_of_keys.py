@@ -5,14 +5,17 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from anabranch.core.errors import AnabranchError, CheckpointError, LostWorkerError
+from anabranch.core.eventtime import EventTime
 from anabranch.core.schemas import HASH, Op, VariableKind
 from anabranch.worker.state.variable_state import VariableState
 from anabranch.worker.transfer.group_transfer import GroupTransfer, _between_keys
 from anabranch.worker.transfer.sources import StateSource
 from support.migrating_state import (
+    NOW,
     Change,
     Checkpoint,
     Frozen,
@@ -303,6 +306,33 @@ def test_files_that_are_gone_are_read_where_they_are_now(values: Moving) -> None
     values.migration.redirect(make_gone)
     values.migration.drain(range(GROUPS))
     assert values.migration.pending == []
+    assert held(values.state) == values.model
+
+
+def test_what_is_due_in_an_older_file_only_is_not_seen_while_the_checkpoint_takes_the_owners_place(
+    values: Moving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former owner did not name the key, because it is deleted there; the checkpoint has it and its deletion."""
+    event_time, up_to, groups = EventTime("n", ""), 50, frozenset(range(GROUPS))
+    deleted: list[Change] = [(Op.DELETE, KEYS[0], None, None)]
+    values.checkpoint.add(1, changes_table(values.layout, deleted))
+    values.former.load(changes_table(values.layout, deleted))
+    values.model = applied(values.model, deleted)
+    values.migration.fetch_due(groups, event_time, up_to)
+    values.source.fails = True
+    values.fetch(KEYS[3])
+    values.migration.fetch_due(groups, event_time, up_to)
+    seen: list[int] = []
+    load = values.state.load
+
+    def watched(part: pa.Table) -> None:
+        load(part)
+        seen.append(sum(map(len, values.state.due(NOW, groups, event_time, up_to))))
+
+    monkeypatch.setattr(values.state, "load", watched)
+    values.migration.drain(groups)
+    assert seen
+    assert not any(seen)
     assert held(values.state) == values.model
 
 

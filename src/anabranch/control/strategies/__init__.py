@@ -13,6 +13,7 @@ from anabranch.control.strategies.lazy import LazyMigration
 from anabranch.control.strategies.remote import RemoteMigration
 from anabranch.control.strategies.restart import RestartMigration
 from anabranch.control.strategies.strategy import MigrationStrategy
+from anabranch.core.settings import check_choice
 
 _KINDS: dict[str, Callable[[], MigrationStrategy]] = {}
 #: What makes a strategy for a query, by the name that users write in ``anabranch.migration``.
@@ -36,5 +37,6 @@ register(RestartMigration.name, RestartMigration)
 
 def strategy_of(name: str, *, store_is_shared: bool = False) -> MigrationStrategy:
     """The strategy of one query."""
+    check_choice("migration", name, MIGRATIONS)
     chosen = MIGRATIONS[name]()
     return RemoteMigration(chosen) if store_is_shared else chosen

@@ -23,6 +23,8 @@ from anabranch.worker import compaction
 from anabranch.worker.server.process import WorkerOptions, run_worker
 from anabranch.worker.stores import STORES, StorePlace
 
+logger = logging.getLogger(__name__)
+
 
 def serve(control: socket.socket, body: Callable[[dict[str, Any]], None]) -> None:
     """Start a process for every request, until the driver closes its end or is gone.
@@ -58,8 +60,10 @@ def serve(control: socket.socket, body: Callable[[dict[str, Any]], None]) -> Non
 def _load_store(options: dict[str, Any]) -> None:
     """Loads what the store of a new worker needs, for this one and for all that follow."""
     if options.get("store") in STORES:
-        with contextlib.suppress(ImportError):  # the worker says what is missing
+        try:
             STORES[options["store"]].backend(StorePlace())
+        except Exception as error:  # the worker that needs it says the same, and this process lives on
+            logger.debug("the store %s is not loaded: %s", options["store"], error)
 
 
 def _be_a_process(files: list[int], body: Callable[[dict[str, Any]], None], options: dict[str, Any]) -> None:

@@ -285,6 +285,10 @@ class WorkerJob:
         with self._lock:
             if self._opened is not None:
                 self._opened.close()
+            # The tables of handlers refer to this object, so it is freed late: let go of what is large now.
+            self._staging.clear()
+            self._prepared, self._prepared_late = {}, ()
+            self._deferred.clear()
 
     # ------------------------------------------------------------------------------------------ instructions
 

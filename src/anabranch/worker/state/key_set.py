@@ -40,6 +40,8 @@ class KeySet:
 
     def without(self, changes: pa.Table) -> pa.Table:
         """The changes of keys that are not in the set."""
+        if not len(self._table):
+            return changes
         found = self._find(changes)
         return changes if (found < 0).all() else gathered(changes, np.flatnonzero(found < 0))
 

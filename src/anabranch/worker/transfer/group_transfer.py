@@ -108,16 +108,19 @@ class GroupTransfer:
 
     def fetch(self, hashes: Hashes, keys: pa.Table) -> None:
         """Bring the state of these keys, as far as it is of these key groups and not there yet."""
-        mine = np.flatnonzero(self._pending[key_groups_of(hashes, len(self._pending))])
-        if not len(mine):
+        groups = key_groups_of(hashes, len(self._pending))
+        if not self._pending[groups].any():
             return
         with self._fetching:
-            missing = self._known.missing(gathered(keys, mine))
+            mine = np.flatnonzero(self._pending[groups])  # some may have arrived meanwhile
+            missing = self._known.missing(gathered(keys.select(self._state.layout.keys.names), mine))
             if len(missing):
                 self._load_fetched(missing, self._read(lambda source: (source.is_history, list(source.fetch(missing)))))
 
     def fetch_due(self, groups: Collection[int], event_time: EventTime, up_to: int) -> None:
         """Bring the state of all keys of these key groups that have a row which is due, as far as it is not there."""
+        if not self._pending[list(groups)].any():
+            return
         with self._fetching:
             if self._due_by != event_time:
                 self._due_by, self._due_since[:] = event_time, FIRST_TIME
@@ -125,9 +128,13 @@ class GroupTransfer:
             if not chosen:
                 return
             since = int(self._due_since[chosen].min())
-            parts = self._read(lambda source: _whole_keys(source, source.due(chosen, event_time, since, up_to)))
+            is_history, parts = self._read(
+                lambda source: (source.is_history, _whole_keys(source, source.due(chosen, event_time, since, up_to)))
+            )
             self._load_whole(parts, self.brought.note_fetched)
-            self._due_since[chosen] = min(up_to + 1, LAST_TIME)
+            with self._loading:
+                if is_history == self._source.is_history:  # else: see _fall_back
+                    self._due_since[chosen] = min(up_to + 1, LAST_TIME)
 
     def prefetch(self) -> None:
         """Bring, once, the keys that the last epoch changed, if these are likely to be needed in the next one."""
@@ -182,6 +189,9 @@ class GroupTransfer:
         logger.warning("state comes from the checkpoint instead of its former owner: %s", error)
         self._source = self._make_checkpoint(self.pending)
         self._reads_checkpoint = True
+        # While a history is loaded, rows are there for a moment that a later change removes or moves: their keys have
+        # to be known before due rows are looked up, and a peer did not name them.
+        self._due_since[:] = FIRST_TIME
 
     def _drain_from(self, source: StateSource, groups: Collection[int], *, can_wait: bool) -> int:
         """Brings all rows of these key groups, and says how many there are."""

@@ -116,14 +116,20 @@ class CheckpointSource:
 
     def _of_hashes(self, wanted: Hashes) -> list[pa.Table]:
         """All rows whose hash is wanted. Most of the others are ruled out by their slots, which is faster."""
+        if not len(wanted):
+            return []
+        wanted = np.unique(wanted)  # once, and not for each file
         slots = np.zeros(self._slots, dtype=np.bool_)
         slots[self._slots_of(wanted)] = True
 
         def rows(hashes: Hashes) -> npt.NDArray[np.intp]:
             near = np.flatnonzero(slots[self._slots_of(hashes)])
-            return near[np.isin(hashes[near], wanted)]
+            of_near = hashes[near]
+            at = np.minimum(np.searchsorted(wanted, of_near), len(wanted) - 1)
+            chosen: npt.NDArray[np.intp] = near[wanted[at] == of_near]
+            return chosen
 
-        return self._select(rows) if len(wanted) else []
+        return self._select(rows)
 
     def _select(self, choose: Callable[[Hashes], npt.NDArray[np.intp]]) -> list[pa.Table]:
         # All or nothing: a row whose removal could not be read would stay, if the next source knows neither.
