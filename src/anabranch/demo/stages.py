@@ -29,6 +29,7 @@ def burn_cpu(cpu_s: float) -> None:
 
 def prepare_task(batches: Iterable[Any]) -> Iterator[Any]:
     """Import what tasks of a stateful stage need, in a process that Spark will use again."""
+    import anabranch.operators.process.rows
     import anabranch.operators.process.stage  # noqa: F401
 
     yield from batches

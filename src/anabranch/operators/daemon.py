@@ -17,6 +17,7 @@ import anabranch.operators.aggregate.stage
 import anabranch.operators.dedup
 import anabranch.operators.join.task
 import anabranch.operators.process.groupstate
+import anabranch.operators.process.rows
 import anabranch.operators.process.stage
 import anabranch.operators.session
 import anabranch.operators.vectorised  # noqa: F401

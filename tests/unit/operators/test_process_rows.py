@@ -228,6 +228,16 @@ def test_a_processor_lives_once_per_task() -> None:
     assert processor.life == ["init", "rows", "rows", "rows", "close"]
 
 
+def test_an_iterator_that_ends_too_early_is_shown_where_it_ends() -> None:
+    def first_two(key: Any, rows: Any, timers: Any) -> Any:
+        del key, timers
+        return iter([next(rows), next(rows)])
+
+    with pytest.raises(EpochError, match=r"handleInputRows for key \('a',\): StopIteration") as caught:
+        run(first_two, [{"id": "a"}])
+    assert "return iter([next(rows), next(rows)])" in str(caught.value)
+
+
 def test_a_processor_is_closed_when_it_fails_and_nothing_is_written() -> None:
     def fail(key: Any, rows: Any, timers: Any) -> Any:
         del rows, timers

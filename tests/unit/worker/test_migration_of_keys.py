@@ -316,6 +316,7 @@ def test_what_is_due_in_an_older_file_only_is_not_seen_while_the_checkpoint_take
     event_time, up_to, groups = EventTime("n", ""), 50, frozenset(range(GROUPS))
     deleted: list[Change] = [(Op.DELETE, KEYS[0], None, None)]
     values.checkpoint.add(1, changes_table(values.layout, deleted))
+    values.migration.redirect(values.checkpoint.now())
     values.former.load(changes_table(values.layout, deleted))
     values.model = applied(values.model, deleted)
     values.migration.fetch_due(groups, event_time, up_to)

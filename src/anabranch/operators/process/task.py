@@ -213,7 +213,9 @@ def user_code(program: Program, method: str, keys: Sequence[Key] = ()) -> Iterat
         yield
     except OWN_ERRORS:
         raise
-    except Exception as error:
+    except Exception as raised:
+        # Python replaces one that leaves a generator, and the replacement does not say where it came from.
+        error = raised.__cause__ if isinstance(raised.__cause__, StopIteration) else raised
         where = program.place(method, keys[-1]) if keys else method
         raise EpochError(
             f"Stage {program.spec.name}: {program.name} failed in {where}: "
