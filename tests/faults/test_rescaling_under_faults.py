@@ -23,8 +23,8 @@ from soak.processes import Driver, Processes
 from soak.verdict import judge
 
 import anabranch
-from anabranch.control.membership.change import ChangeInProgress
-from anabranch.control.membership.members import Member
+from anabranch.control.membership.cluster import Cluster
+from anabranch.control.strategies.eager import EagerMigration
 from anabranch.core.errors import SettingsError
 from anabranch.core.ids import WorkerId
 from anabranch.wire import keyring
@@ -91,15 +91,15 @@ def test_a_worker_is_killed_while_an_epoch_waits_for_its_state(
     live: LiveQuery, monkeypatch: pytest.MonkeyPatch, victim: str, parallelism: int
 ) -> None:
     """Eager: the epoch after the change does not begin before all state is there."""
-    complete = ChangeInProgress._complete
+    follow = EagerMigration.follow
     victims = [victim]
 
-    def killing(self: ChangeInProgress, member: Member) -> Any:
+    def killing(self: EagerMigration, cluster: Cluster) -> Any:
         while victims:
-            kill(self._cluster.members.get(WorkerId(victims.pop())).pid)
-        return complete(self, member)
+            kill(cluster.members.get(WorkerId(victims.pop())).pid)
+        return follow(self, cluster)
 
-    monkeypatch.setattr(ChangeInProgress, "_complete", killing)
+    monkeypatch.setattr(EagerMigration, "follow", killing)
     with live.running(workers=2, parallelism=2, migration="eager", heartbeat=NEVER_S) as query:
         live.run(3)
         rescale = query.rescale(workers=3, parallelism=parallelism, stage=1)

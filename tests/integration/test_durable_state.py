@@ -231,14 +231,14 @@ def test_epochs_that_are_not_durable_are_run_again_when_a_worker_is_lost(
         for number, rows in enumerate(EPOCHS):
             feed.add(rows)
             if number == 6:
-                assert newest_writers(Storage(str(tmp_path / "ck"))) == []
+                assert not newest_writers(Storage(str(tmp_path / "ck")))
                 os.kill(query.workers()[0]["pid"], signal.SIGKILL)
             query.processAllAvailable()
         assert multiset(query.state("stage1").collect()) == expected[8]
     finally:
         query.stop()
     assert [multiset(collector.epochs[epoch]) for epoch in range(9)] == expected
-    assert newest_writers(Storage(str(tmp_path / "ck"))) == list(range(9)), "a stop makes all epochs durable"
+    assert list(newest_writers(Storage(str(tmp_path / "ck")))) == list(range(9)), "a stop makes all epochs durable"
 
 
 def test_a_savepoint_of_epochs_that_are_not_durable_makes_them_durable(
@@ -269,7 +269,7 @@ def test_epochs_that_are_not_durable_are_repeated_after_a_driver_was_lost(
         feed.add(*EPOCHS[:5])
         stream = counted(anabranch.stream(feed.stream()))
         drain(writer_of(stream, tmp_path / "ck", **VOLATILE).foreachBatch(first))
-    assert newest_writers(Storage(str(tmp_path / "ck"))) == []
+    assert not newest_writers(Storage(str(tmp_path / "ck")))
     feed.add(*EPOCHS[5:])
     second = Collector()
     drain(writer_of(counted(anabranch.stream(feed.stream())), tmp_path / "ck", **VOLATILE).foreachBatch(second))

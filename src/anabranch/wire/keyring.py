@@ -125,10 +125,12 @@ def user_token() -> str:
         path = folder / "token.json"
         with contextlib.suppress(OSError, SettingsError):
             _make_private(folder)
+            content = json.dumps({"token": new_token()}).encode()
             if _read(path) is None:
-                path.unlink(missing_ok=True)
-                with contextlib.suppress(FileExistsError):  # another program was faster
-                    _write(path, json.dumps({"token": new_token()}).encode(), replace=False)
+                with contextlib.suppress(FileExistsError):  # another program was faster, or the file is of no use
+                    _write(path, content, replace=False)
+            if _read(path) is None:
+                _write(path, content)
             if document := _read(path):
                 return str(document["token"])
     raise SettingsError(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -160,6 +161,25 @@ def test_all_programs_of_a_user_have_one_token_however_many_ask_first(home: Path
     assert len(tokens) == 1
     assert len(tokens.pop()) > 40
     assert stat.S_IMODE(the_file(home).stat().st_mode) == 0o600
+
+
+def test_a_program_that_is_overtaken_while_it_looks_takes_the_token_of_the_other(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, others = os.open, list[str]()
+
+    def overtaken(path: Any, *arguments: Any, **named: Any) -> int:
+        try:
+            return opened(path, *arguments, **named)
+        except FileNotFoundError:
+            if not others:
+                others.append("")
+                others.append(user_token())
+            raise
+
+    monkeypatch.setattr(os, "open", overtaken)
+    assert user_token() == others[-1]
+    assert the_file(home).exists()
 
 
 def test_no_two_tokens_are_alike() -> None:
