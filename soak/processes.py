@@ -27,7 +27,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _MARK = "SOAK_MARK"
 #: The same for all that one driver has started, also if what has started it is gone.
 _DRIVER_MARK = "SOAK_DRIVER"
-#: What a nursery runs, and what is forked from it seems to run.
+#: What a fork server runs, and what is forked from it seems to run.
 _NURSERY = "anabranch.worker.server.fork_server"
 _LOWEST = 19
 #: What Spark runs for a streaming source that is written in Python.
@@ -78,7 +78,7 @@ class Driver:
         return sorted(marked(_DRIVER_MARK, self._mark), key=lambda process: process.pid != self.pid)
 
     def workers(self) -> list[psutil.Process]:
-        """Forked from a nursery, a child of the driver, which may be gone. Snapshots have the lowest priority."""
+        """Forked from a fork server, a child of the driver, which may be gone. Snapshots have the lowest priority."""
         forked = [process for process in self.family() if _runs(process, _NURSERY) and _parent(process) != self.pid]
         return [process for process in forked if _niceness(process) < _LOWEST]
 

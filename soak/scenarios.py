@@ -20,7 +20,7 @@ class Kind(StrEnum):
     #: A state worker stands still for less than that.
     HICCUP = "worker slow"
     #: The process that state workers are forked from is killed; those that it has forked go on.
-    FORK_SERVER = "nursery killed"
+    FORK_SERVER = "fork server killed"
     #: A Python process that runs tasks of Spark's is killed.
     TASK = "task process killed"
     #: The process beside the driver in which Spark asks for epochs without rows is killed: Spark ends the query, and a

@@ -1,7 +1,7 @@
 """Compaction: the snapshot of an epoch out of an older one and the change files since, in bounded memory.
 
 A process of its own does it, at the lowest priority, so that epochs do not wait for it; the driver has it forked from
-its nursery. By hand: ``python -m anabranch.worker.compaction LOCATION UP_TO``.
+its fork server. By hand: ``python -m anabranch.worker.compaction LOCATION UP_TO``.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Maintenance:
         self._epochs += 1
         if committed < 0 or not self._is_due() or self._is_busy():
             return
-        self._thread = self._parts.scheduler.start(partial(self._run, committed), name="anabranch-upkeep")
+        self._thread = self._parts.scheduler.start(partial(self._run, committed), name="anabranch-maintenance")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -106,7 +106,7 @@ class Maintenance:
             self._clean_up(epoch)
         except AnabranchError as error:
             if not self._closed:
-                logger.warning("the upkeep of the checkpoint failed, and is tried again later: %s", error)
+                logger.warning("the maintenance of the checkpoint failed, and is tried again later: %s", error)
             self._not_before = self._parts.scheduler.monotonic_s() + _PAUSE_S
         finally:
             self._process = None

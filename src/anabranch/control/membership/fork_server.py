@@ -22,13 +22,13 @@ from anabranch.core.errors import WorkerError
 from anabranch.wire.descriptors import LOG_VARIABLE, receive, send
 
 _SHOWN_LOG_BYTES = 2000
-#: A nursery that has not done so much in that time is given up; another one takes its place when it is needed.
+#: A fork server that has not done so much in that time is given up; another one takes its place when it is needed.
 _BURY_TIMEOUT_S = 5.0
 _COMMAND = (sys.executable, "-m", "anabranch.worker.server.fork_server")
 
 
 class _KilledError(WorkerError):
-    """The nursery was killed while it was asked for something."""
+    """The fork server was killed while it was asked for something."""
 
 
 class ForkServer:
@@ -69,7 +69,7 @@ class ForkServer:
             # Appended to, because it is one file for both sides, with one position.
             log: IO[bytes] = tempfile.TemporaryFile() if path is None else path.open("a+b")  # noqa: SIM115
             try:
-                # The environment may have changed since the nursery began: credentials of a storage, for example.
+                # The environment may have changed since the fork server began: credentials of a storage, for example.
                 environment = {**os.environ, LOG_VARIABLE: "" if path is None else str(path)}
                 request = {"start": options, "environment": environment}
                 answer = self._ask(request, [stdin, stdout, log.fileno()], timeout_s)
@@ -97,7 +97,7 @@ class ForkServer:
                 self._lock.release()
 
     def _bury(self, pid: int) -> None:
-        """If the nursery has ended before the process, the system has done so."""
+        """If the fork server has ended before the process, the system has done so."""
         if self._control is None or self._process is None or self._process.poll() is not None:
             return
         self._control.settimeout(_BURY_TIMEOUT_S)
@@ -176,7 +176,7 @@ class ForkServer:
 
 
 class Child:
-    """A process that a nursery has started. Its output is open as long as it lives."""
+    """A process that a fork server has started. Its output is open as long as it lives."""
 
     def __init__(
         self, fork_server: ForkServer, pid: int, stdin: int, stdout: int, log: IO[bytes], log_path: Path | None = None

@@ -38,7 +38,7 @@ def serve(control: socket.socket, body: Callable[[dict[str, Any]], None]) -> Non
     while (received := receive(control)) is not None:
         request, files = received
         if "bury" in request:
-            with contextlib.suppress(ChildProcessError):  # a child of the nursery before this one
+            with contextlib.suppress(ChildProcessError):  # a child of the fork server before this one
                 os.waitpid(request["bury"], 0)
             send(control, {})
             continue
