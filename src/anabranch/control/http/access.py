@@ -35,7 +35,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Denial:
     """Why a request is not answered, and what to do."""
 
     status: int
@@ -50,34 +50,34 @@ class Access:
         own = socket.gethostname().lower()
         self._names = frozenset({"localhost", own, own.partition(".")[0], host.lower()} - {""})
 
-    def refusal(self, asked: Asked) -> Refusal | None:
+    def refusal(self, asked: Asked) -> Denial | None:
         """None: go ahead."""
         knows_token = self._knows_token(asked.headers)
         if knows_token is False:
-            return Refusal(401, "The token is wrong. Send the job's own: Authorization: Bearer TOKEN.")
+            return Denial(401, "The token is wrong. Send the job's own: Authorization: Bearer TOKEN.")
         is_near = is_loopback(asked.client) and not any(name in asked.headers for name in _PASSED_ON)
         # A page that has its own name resolve to this machine does not know the token.
         if not knows_token and not self._is_own_name(asked.headers):
-            return Refusal(
+            return Denial(
                 403, "The job goes by another name here. Use its IP address, localhost, or the name of its machine."
             )
         if not is_near and not knows_token and not asked.is_public:
-            return Refusal(401, self._token_needed("Requests from other machines"))
+            return Denial(401, self._token_needed("Requests from other machines"))
         return self._refused_change(asked, is_near, knows_token) if asked.changes else None
 
-    def _refused_change(self, asked: Asked, is_near: bool, knows_token: bool | None) -> Refusal | None:
+    def _refused_change(self, asked: Asked, is_near: bool, knows_token: bool | None) -> Denial | None:
         if _is_from_foreign_page(asked.headers):
-            return Refusal(403, "Web pages may not change the job. Use a terminal: curl or the anabranch command.")
+            return Denial(403, "Web pages may not change the job. Use a terminal: curl or the anabranch command.")
         if asked.by_get:
             if not is_near:
-                return Refusal(403, "From other machines nothing can be changed by GET. Use POST.")
+                return Denial(403, "From other machines nothing can be changed by GET. Use POST.")
             # Browsers say where a request comes from only if they see by the name that it stays on this machine; and
             # they fetch addresses ahead while these are being typed.
             if not _is_loopback_name(asked.headers) or "sec-purpose" in asked.headers or "purpose" in asked.headers:
-                return Refusal(403, "Changes by GET work at http://localhost and http://127.0.0.1 only. Use POST.")
+                return Denial(403, "Changes by GET work at http://localhost and http://127.0.0.1 only. Use POST.")
             return None
         if self._token and not knows_token:
-            return Refusal(401, self._token_needed("Changes"))
+            return Denial(401, self._token_needed("Changes"))
         return None
 
     def _knows_token(self, headers: Headers) -> bool | None:
